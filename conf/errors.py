@@ -45,16 +45,8 @@ class Interrupted(Exception):
 def first_line(error: BaseException) -> str:
     """Return what an exception says, in one line of at most 300 characters; its type where
     it says nothing."""
-    return next(_filled(str(error)), type(error).__name__)
-
-
-def last_line(output: str) -> str:
-    """Return the last words of a process, in one line of at most 300 characters."""
-    return ["no output", *_filled(output)][-1]
-
-
-def _filled(text: str) -> Iterator[str]:
-    return (line.strip()[:300] for line in text.splitlines() if line.strip())
+    lines = (line.strip()[:300] for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
 
 
 @contextlib.contextmanager

@@ -4,78 +4,54 @@ table wider than the terminal."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from outrider.conf.typed import default, docs, key_of, nested_schema
+from outrider.conf.typed import default, key_of, nested_schema
 
-NARROWEST, WIDEST = 50, 100
-COLUMN = 30  # of a key; what is longer has its words on the next line
-WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
+NARROWEST, WIDEST, COLUMN = 50, 100, 32  # columns of a terminal, and of a key
 FOR_TESTS = "tiny: "  # how the words about a key begin that only a target for tests has
-
-
-class HelpRow(NamedTuple):
-    """A key and what is said of it. value: its default as one would type it; None: it must be
-    given."""
-
-    key: str
-    value: str | None
-    about: str
+FIELD = re.compile(r"    (\w+): [^#]*(?:# (?!type: ignore|noqa)(.*))?")
+Row = tuple[str, str, str]  # dotted key, KEY=VALUE as one would type it, what is said of it
 
 
 def layout(
-    words: Sequence[str],
-    schema: type,
-    here: dict[str, Any],
-    options: Mapping[str, set[str]],
-    spoken: Callable[[str], str] = str,
+    words: Sequence[str], schema: type, here: dict[str, Any], options: Mapping[str, Iterable[str]]
 ) -> str:
     """Return the help of a command. words: paragraphs before the keys. here: what is composed of
-    its choices. options: of its groups. spoken: how commands in the words are written."""
-    rows = [
-        row._replace(about=spoken(row.about))
-        for row in _rows(schema, here)
-        if not row.about.startswith(FOR_TESTS) or here["target"]["kind"] == "tiny"
-    ]
-    wide = max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
-    parts = [spoken(text.strip()) for text in words if text]
-    if needed := _table([row for row in rows if row.value is None], wide):
-        parts.append("\n".join(["Required (KEY=VALUE):", *needed]))
-    if lines := [_group(group, options[group], wide) for group in sorted(options)]:
-        parts.append("\n".join(["Groups (GROUP=OPTION):", *lines]))
-    lines = ["Keys (KEY=VALUE, here with their defaults):"]
-    for part in dict.fromkeys(["", *(_part(row) for row in rows)]):
-        table = _table([r for r in rows if _part(r) == part and r.value is not None], wide)
-        lines += ["", *table] if table and part else table
-    return "\n\n".join([*parts, "\n".join(lines)])
+    its choices. options: of its groups."""
+    tests = here.get("target", {}).get("kind") == "tiny"
+    rows = [row for row in _rows(schema, here) if tests or not row[2].startswith(FOR_TESTS)]
+    needed = [row for row in rows if "=" not in row[1]]
+    groups = [(name, f"{name}=", " | ".join(sorted(known))) for name, known in options.items()]
+    others = sorted((row for row in rows if row not in needed), key=lambda row: "." in row[0])
+    parts = [text.strip() for text in words if text]
+    parts += [f"Required (KEY=VALUE):\n{_table(needed)}"] if needed else []
+    parts += [f"Groups (GROUP=OPTION):\n{_table(groups)}"] if groups else []
+    parts.append(f"Keys (KEY=VALUE, here with their defaults):\n{_table(others)}")
+    return "\n\n".join(parts)
 
 
-def _part(row: HelpRow) -> str:
-    """`optim` of `optim.lr`, "" of a key of the command's own."""
-    return row.key.rpartition(".")[0].partition(".")[0]
-
-
-def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[HelpRow]:
-    rows, about, hints = [], docs(schema), typing.get_type_hints(schema)
+def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[Row]:
+    rows, about, hints = list[Row](), docs(schema), typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        key, usual = key_of(field.name), default(field)
-        if nested := nested_schema(hints[field.name]):
-            rows += _rows(nested, _keys(usual) | _keys(here.get(key)), f"{prefix}{key}.")
-            continue
+        key = key_of(field.name)
+        usual: Any = default(field)
         value = here.get(key, usual)  # the YAML files win over the schema
+        if nested := nested_schema(hints[field.name]):
+            parts = (getattr(one, "__dict__", one) for one in (usual, value))
+            known = {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
+            rows += _rows(nested, known, f"{prefix}{key}.")
+            continue
         needed = value is dataclasses.MISSING or value == "???"
-        typed = None if needed else shown(value)
-        rows.append(HelpRow(prefix + key, typed, about.get(field.name, "")))
+        typed = prefix + key if needed else f"{prefix}{key}={shown(value)}"
+        rows.append((prefix + key, typed, about.get(field.name, "")))
     return rows
-
-
-def _keys(group: Any) -> dict[str, Any]:
-    """Return the keys of a group, given as a mapping, as a dataclass or not at all."""
-    return group if isinstance(group, dict) else getattr(group, "__dict__", {})
 
 
 def shown(value: Any) -> str:
@@ -89,21 +65,29 @@ def shown(value: Any) -> str:
     )
 
 
-def _group(group: str, names: set[str], wide: int) -> str:
-    text = f"{group}={' | '.join(sorted(names))}"
-    return textwrap.fill(text, wide, initial_indent="  ", subsequent_indent="      ")
+def _table(rows: Iterable[Row]) -> str:
+    """Return two columns; a key that is longer than the first pushes its words on."""
+    wide = max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
+    column = min(COLUMN, wide // 3)
+    keys: Any = {"break_long_words": False, "break_on_hyphens": False}
+    keys |= {"initial_indent": "  ", "subsequent_indent": " " * (column + 4)}
+    lines = (textwrap.fill(f"{typed:{column}}  {about}", wide, **keys) for _, typed, about in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _table(rows: Sequence[HelpRow], wide: int) -> list[str]:
-    names = [r.key if r.value is None else f"{r.key}={r.value}" for r in rows]
-    column = max((len(name) for name in names if len(name) <= COLUMN), default=COLUMN)
-    column = min(column, wide // 3)
-    lines = []
-    for name, row in zip(names, rows, strict=True):
-        head, indent = f"  {name:{column}}  ", " " * (column + 4)
-        if len(name) > column:
-            lines.append(f"  {name}")
-            head = indent
-        about = textwrap.wrap(row.about, wide - len(indent), **WHOLE) or [""]
-        lines += [f"{head}{about[0]}".rstrip(), *(indent + line for line in about[1:])]
-    return lines
+def docs(schema: type) -> dict[str, str]:
+    """Return the doc line of every field by name: the comment on its line or right above it."""
+    found: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, schema.__mro__):
+        try:
+            lines = textwrap.dedent(inspect.getsource(base)).splitlines()
+        except OSError:  # made at run time
+            continue
+        above: list[str] = []
+        for line in lines:
+            field = FIELD.match(line)
+            if field and (said := field[2] or " ".join(above)):
+                found.setdefault(field[1], said)
+            comment = line.startswith("    #")
+            above = [*above, line.strip().lstrip("# ")] if comment else []
+    return found

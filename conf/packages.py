@@ -17,16 +17,14 @@ import importlib.util
 import re
 import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
 
-from outrider.conf.errors import UserError, first_line
+from outrider.conf.errors import UserError
 
 POINTS = "outrider.heads"  # the group of entry points
 GROUP = "head"  # the folder of conf/ with the keys of a kind
 NAME = re.compile(r"[\w.-]{1,80}")  # of a kind or a file: it is printed, and typed
-LONGEST = 80  # characters of another's text in a message
 
 
 @dataclass(frozen=True)
@@ -37,18 +35,10 @@ class Packaged:
     package: str
     point: EntryPoint
 
-    def load(self) -> Any:
-        """Import what it names. Raises UserError, whatever is wrong there."""
-        try:
-            return self.point.load()
-        except (Exception, SystemExit) as error:
-            why = f"cannot be imported ({type(error).__name__}: {first_line(error)})"
-            raise self.wrong(why) from error
-
     def wrong(self, why: str) -> UserError:
-        """Return the error about a package that is no good."""
-        text = _plain(why, 4 * LONGEST)
-        return UserError(f"head={self.kind}: package {self.package} {text}; mend or uninstall it")
+        """Return the error about a package that is no good, in characters that can be printed."""
+        text = "".join(c if c.isprintable() else " " for c in f"{self.package} {why}")
+        return UserError(f"head={self.kind}: package {text}; mend or uninstall it")
 
     def conf(self) -> Path | None:
         """Return the package's folder conf/, None where it has none. Imports nothing."""
@@ -57,13 +47,24 @@ class Packaged:
             spec = importlib.util.find_spec(name)
         except Exception:  # a name that is none, or what another's import hook raises
             return None
-        folders = [] if spec is None else spec.submodule_search_locations or []
+        folders = (spec and spec.submodule_search_locations) or []
         return next((path for path in (Path(f, "conf") for f in folders) if path.is_dir()), None)
 
 
 def packaged() -> list[Packaged]:
     """Return every kind of head that an installed package brings, in the order of their names."""
     return list(_read(tuple(sys.path)))
+
+
+@functools.lru_cache(4)
+def _read(_: tuple[str, ...]) -> list[Packaged]:
+    """Entry points, read once for every sys.path."""
+    found = [
+        Packaged(one.name, f"{one.dist.name} {one.dist.version}", one)
+        for one in entry_points(group=POINTS)
+        if one.dist and NAME.fullmatch(one.name)
+    ]
+    return sorted(found, key=lambda one: (one.kind, one.package))
 
 
 def find(kind: str) -> Packaged | None:
@@ -92,27 +93,8 @@ def options(conf_dir: Path, group: str) -> dict[str, Path]:
 def missing(kind: str) -> str:
     """Return why there is no option head=KIND where a package brings that kind; "" where none
     does."""
-    one = find(kind)
+    try:
+        one = find(kind)
+    except UserError as error:
+        return str(error)
     return "" if one is None else str(one.wrong(f"has no conf/{GROUP}/{kind}.yaml beside its code"))
-
-
-def _plain(text: str, longest: int = LONGEST) -> str:
-    """Another's text as part of a line: printable, and not too long."""
-    return "".join(c if c.isprintable() else " " for c in text)[:longest].strip()
-
-
-@functools.lru_cache(4)
-def _read(_: tuple[str, ...]) -> tuple[Packaged, ...]:
-    """Entry points, read once for every sys.path; of two copies on it the first is imported."""
-    found: dict[tuple[str, str], Packaged] = {}
-    for distribution in distributions():
-        try:
-            name, version = distribution.metadata["Name"], distribution.version
-            points = distribution.entry_points.select(group=POINTS)
-        except Exception:  # damaged metadata of somebody else's tool
-            continue
-        for point in points:
-            if NAME.fullmatch(point.name):
-                package = _plain(f"{name} {version}")
-                found.setdefault((point.name, str(name)), Packaged(point.name, package, point))
-    return tuple(found[key] for key in sorted(found))

@@ -16,19 +16,9 @@ def model(name: str) -> tuple[str, str] | None:
     return ("hub", "name") if REPOSITORY.fullmatch(name) else None
 
 
-def no_file(key: str, path: str, fix: str) -> list[str]:
-    """Return a line about `key` where there is no file at `path`."""
-    found = Path(path).expanduser().is_file()
-    return [] if found else [f"{key}: no such file {path}; {fix}"]
-
-
-def no_folder(key: str, path: str, fix: str) -> list[str]:
-    """Return a line about `key` where there is no folder at `path`."""
-    found = Path(path).expanduser().is_dir()
-    return [] if found else [f"{key}: no such folder {path}; {fix}"]
-
-
-def neither(key: str, path: str, fix: str) -> list[str]:
-    """Return a line about `key` where there is neither a file nor a folder at `path`."""
-    found = Path(path).expanduser().exists()
-    return [] if found else [f"{key}: no such file or folder {path}; {fix}"]
+def missing(key: str, path: str, fix: str, kind: str = "file") -> list[str]:
+    """Return a line about `key` where `path` is no file, no folder, or neither ("file or
+    folder"), as `kind` says."""
+    found = Path(path).expanduser()
+    there = {"file": found.is_file, "folder": found.is_dir, "file or folder": found.exists}
+    return [] if there[kind]() else [f"{key}: no such {kind} {path}; {fix}"]

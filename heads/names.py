@@ -16,8 +16,8 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from outrider.conf import left
 from outrider.conf.errors import UserError
+from outrider.conf.words import left
 
 NONE, NGRAM = "none", "ngram"
 ADAPTIVE = "adaptive"
@@ -133,8 +133,8 @@ def parse(spec: str) -> DraftSpec:
 
 def _refused(source: str, option: str) -> str:
     """Say why an option cannot stand behind `source`, and what can."""
-    if option in left.DRAFTS:
-        return left.line(f"@{option}", left.DRAFTS[option])
+    if gone := left("drafts", option):
+        return f"@{gone}"
     if source == NONE:
         return f"none drafts nothing that @{option} could change; write none"
     fix = (

@@ -8,8 +8,9 @@ import importlib
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING
 
-from outrider.conf import left, packages
+from outrider.conf import packages
 from outrider.conf.errors import UserError
+from outrider.conf.words import left
 
 if TYPE_CHECKING:
     from outrider.heads.base import Head
@@ -39,13 +40,13 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
         return found
     package = packages.find(kind)
     if package is None:
-        if gone := left.head(kind, where):
-            raise UserError(gone)
+        if gone := left("kinds", kind):
+            raise UserError(f"{where}: {gone}")
         known = ", ".join(kinds())
         raise UserError(f"{where}: unknown kind of head {kind[:80]!r}; known: {known}")
     from outrider.heads.base import Head, HeadConfig
 
-    made = package.load()
+    made = package.point.load()
     if not (isinstance(made, type) and issubclass(made, Head)):
         raise package.wrong(f"names {package.point.value}, which is no subclass of heads.base.Head")
     if made.kind != kind:

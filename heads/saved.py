@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from outrider.conf.errors import UserError
-from outrider.conf.left import LAST
 from outrider.conf.typed import from_json
+from outrider.conf.words import LAST
 from outrider.decode.target import Target
 
 WEIGHTS = "head.safetensors"

@@ -23,12 +23,12 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from outrider.conf import left, packages
+from outrider.conf import packages
 from outrider.conf.errors import UserError
+from outrider.conf.words import left
 from outrider.heads.registry import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,7 +169,7 @@ def run(verb: str, words: list[str]) -> NoReturn:
         keyed = module.keyed(keyed)
     if HELP & {*words}:
         said = own_words(ROOT / ("train" if file.stem in HANDED_ON else "scripts") / file.name)
-        print(help_text([said], file.stem, schema, keyed, spoken=as_typed))
+        print(as_typed(help_text([said], file.stem, schema, keyed)))
         raise SystemExit(0)
     if code := refused(file.stem, schema, keyed):
         raise SystemExit(code)
@@ -190,12 +190,12 @@ def train(words: list[str]) -> None:
     name, processes, words = words[0], *_launch(words[1:])
     found = trainer(name)
     if found is None:
-        raise no_such("head", name, {**trainers(), **options("head")}, left.KINDS)
+        raise no_such("head", name, {**trainers(), **options("head")}, "kinds")
     verb, head = found
     script, keys = verb.file.stem, [*head, *words]
     if HELP & {*words}:
         said = [own_words(verb.file), SAME]
-        print(help_text(said, script, SCHEMAS[script], keys, spoken=partial(as_typed, head=name)))
+        print(as_typed(help_text(said, script, SCHEMAS[script], keys), head=name))
         return
     known = not head or (CONF / "head" / f"{name}.yaml").exists()  # a package's is heavy
     if known and (code := refused(script, SCHEMAS[script], keys)):
@@ -257,19 +257,18 @@ def as_typed(text: str, head: str = "") -> str:
     return NAMED.sub(lambda file: f"outrider {NAMES.get(file[1], file[1])}", found)
 
 
-def no_such(kind: str, word: str, known: Iterable[str], gone: dict[str, str]) -> UserError:
-    """Return the error about a word that names nothing, or what left."""
+def no_such(kind: str, word: str, known: Iterable[str], section: str = "") -> UserError:
+    """Return the error about a word that names nothing, or what left (a section of left.yaml)."""
     from outrider.conf.typed import nearest
 
-    if word in gone:
-        return UserError(left.line(word, gone[word]))
-    return UserError(f"{word}: no such {kind}; {nearest(word, known)}")
+    gone = section and left(section, word)
+    return UserError(gone or f"{word}: no such {kind}; {nearest(word, known)}")
 
 
 def ls(words: list[str]) -> None:
     """Print what the list that `words` names holds, or all lists."""
     if words and words[0] not in FOLDERS:
-        raise no_such("list", words[0], FOLDERS, {})
+        raise no_such("list", words[0], FOLDERS)
     for name in words[:1] or FOLDERS:
         folder, requested = FOLDERS[name]
         rows = options(folder) if folder else dict.fromkeys(FORMATS, "")
@@ -337,7 +336,7 @@ def speak(words: list[str]) -> None:
     elif verb in verbs():
         run(verb, rest)
     else:
-        raise no_such("verb", verb, [*verbs(), *OWN], left.VERBS)
+        raise no_such("verb", verb, [*verbs(), *OWN], "verbs")
 
 
 def main() -> None:

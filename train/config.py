@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Interval
 from omegaconf import OmegaConf
 from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
 
 from outrider.conf.rules import (
     AboveZero,
@@ -30,8 +29,8 @@ from outrider.conf.rules import (
     ZeroOrMore,
     one_of,
 )
-from outrider.conf.typed import ALSO, default
-from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.conf.typed import default
+from outrider.decode.models.config import AUTO, DTYPES, AutoDtype, TargetConfig
 from outrider.heads.config import HeadConfig
 from outrider.heads.folders import no_head
 from outrider.train.data.config import DataConfig
@@ -51,10 +50,10 @@ TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 def _summed(value: str) -> str:
     """Return the rule of a dtype in which losses are sums."""
-    if ALSO.get(value, value) == "float16":
-        why = f"{value} overflows, since losses are sums and nothing scales them; choose bfloat16"
-        raise PydanticCustomError("value_error", "", {"error": why})
-    return str(one_of(DTYPES).func(value))  # type: ignore[call-arg]
+    if value in ("float16", "fp16", "half"):
+        why = "overflows, since losses are sums and nothing scales them; choose bfloat16"
+        raise ValueError(why)
+    return str(one_of((*DTYPES, AUTO)).func(value))  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)

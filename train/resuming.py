@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outrider.conf import left
 from outrider.conf.errors import UserError
+from outrider.conf.words import left
 from outrider.decode.target import Target
 from outrider.heads.saved import is_left
 from outrider.train.data.batches import JoinedRows
@@ -81,8 +81,8 @@ def check_meaning(
     the checkpoint does not know came with a later version: at its default it changes
     nothing.
     """
-    if gone := left.head(str(saved.get("head.kind")), f"out_dir: {folder}"):
-        raise UserError(gone)
+    if gone := left("kinds", str(saved.get("head.kind"))):
+        raise UserError(f"out_dir: {folder}: {gone}")
     saved = {k: v for k, v in saved.items() if k in now or not _is_gone(k, v)}
     saved = {k: v for k, v in EARLIER.items() if k in now} | saved
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
@@ -105,7 +105,9 @@ def check_meaning(
 def _is_gone(key: str, value: Any) -> bool:
     """Return whether an earlier version's key changes nothing by having left."""
     group, _, name = key.partition(".")
-    return is_left(name, value) if group == "head" else bool(left.of_key(key))
+    if group == "head":
+        return is_left(name, value)
+    return bool(left("keys", key) or left("keys", group))
 
 
 def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -11,7 +11,8 @@ from outrider.conf.rules import OneOrMore, Seed, Share, one_of
 from outrider.decode.models.quantize import KINDS, NONE
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-AUTO = "auto"  # of these the machine's own; no configuration that a command is given says it
+AUTO = "auto"  # of these the machine's own, which a command puts in its place before it runs
+Dtype = Annotated[str, one_of((*DTYPES, AUTO))]
 MIN_VOCAB = 260  # of a tiny target: 256 bytes and the special tokens
 
 

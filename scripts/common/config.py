@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from outrider.conf.rules import NotNegative, OneOrMore, Seed, one_of
-from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.conf.rules import NotNegative, OneOrMore, Seed
+from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
 from outrider.scripts.common.names import no_drafters
 from outrider.scripts.common.sampling_keys import SamplingKeys
 
@@ -25,7 +24,7 @@ class ChatConfig(SamplingKeys, AutoDtype):
     max_new_tokens: OneOrMore = 256
     # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
     # it), bfloat16, float32 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     # seed of all draws
     seed: Seed = 0
     # system message; empty: the chat template's own

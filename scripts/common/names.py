@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
 from outrider.conf.errors import UserError
-from outrider.conf.paths import no_file
+from outrider.conf.paths import missing
 from outrider.heads.folders import head_folder
 from outrider.heads.names import HUB, JOIN, members, parse, split
 from outrider.scripts.common.files import ROOT, here
@@ -38,7 +38,7 @@ def labels(names: Sequence[str]) -> list[str]:
 def no_prompts(path: str, key: str = "prompts") -> list[str]:
     """Return a line where there is no file of prompts."""
     fix = f"give a JSONL file, such as {DEMO}"
-    return [] if here(Path(path)).exists() else no_file(key, path, fix)
+    return [] if here(Path(path)).exists() else missing(key, path, fix)
 
 
 def no_drafters(specs: Iterable[str], key: str = "drafter") -> list[str]:

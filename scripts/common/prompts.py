@@ -37,7 +37,7 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
     path = here(Path(path).expanduser())
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
-    for number, line in read_lines(path, "prompts", f"give a JSONL file, such as {DEMO}"):
+    for number, line in read_lines(path, "prompts", fix=f"give a JSONL file, such as {DEMO}"):
         try:
             prompt = _prompt(line, number)
             if prompt.id in seen:

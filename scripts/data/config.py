@@ -17,9 +17,8 @@ from outrider.conf.rules import (
     Seed,
     Share,
     ZeroOrMore,
-    one_of,
 )
-from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
 
 UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small to fetch
 
@@ -47,7 +46,7 @@ class SynthesizeConfig(AutoDtype):
     batch: OneOrMore = 96
     # local: number format of the target: auto (bfloat16, but float32 on a CPU without instructions
     # for it), bfloat16, float32 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     # local: longest invented question, tokens
     max_question_tokens: OneOrMore = 64
     # longest answer, tokens; null = 200, with prompts 4096: a model that thinks needs them

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from outrider.conf.paths import REPOSITORY, neither, no_folder
+from outrider.conf.paths import REPOSITORY, missing
 from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, TargetConfig
 from outrider.heads.names import HUB
@@ -87,7 +87,7 @@ class CheckConfig:
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""
-        return neither("expected", self.expected, "give the exported folder, or its expected.json")
+        return missing("expected", self.expected, "give an exported folder", "file or folder")
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,9 @@ class ImportConfig:
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""
-        return [
-            *([] if self.from_.startswith(HUB) else no_folder("from", self.from_, PUBLISHED)),
-            *no_prompts(self.prompts),
-        ]
+        found = [] if self.from_.startswith(HUB) else [self.from_]
+        wrong = [line for one in found for line in missing("from", one, PUBLISHED, "folder")]
+        return wrong + no_prompts(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class PushConfig:
         """Return what is named and not there, as "key: value; fix"."""
         fix = "give the folder of an export"
         return no_drafters([self.run], "run") + (
-            no_folder("export", self.export, fix) if self.export else []
+            missing("export", self.export, fix, "folder") if self.export else []
         )
 
     def validate(self) -> list[str]:

@@ -16,7 +16,7 @@ class DoctorConfig(AutoDtype):
     # cpu, cuda or cuda:N that runs would use; empty = what is there
     device: Device = ""
     # dtype that runs would use; auto is theirs too
-    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "bfloat16"
     # folder where runs would lie
     out_dir: str = "runs"
     # JSON file with the findings; empty = none

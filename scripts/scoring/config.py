@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
-from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore, one_of
-from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore
+from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
 from outrider.scripts.common.names import SERVER, no_drafters, no_prompts, wrong_address
 from outrider.scripts.common.sampling_keys import PenaltyKeys
 from outrider.scripts.data.suites import SuiteConfig
@@ -39,7 +38,7 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     max_new_tokens: OneOrMore = 128
     # auto (bfloat16, but float32 on a CPU without
     # instructions for it), bfloat16, float32 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # prompts that are decoded together

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from outrider.conf.rules import Filled, OneOrMore, one_of
-from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.conf.rules import Filled, OneOrMore
+from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
 from outrider.scripts.common.names import no_drafters
 
 
@@ -35,7 +35,7 @@ class ServeConfig(AutoDtype):
     max_new_tokens: OneOrMore = 512
     # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
     # it), bfloat16, float32 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
 

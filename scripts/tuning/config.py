@@ -7,8 +7,8 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from outrider.conf.rules import OneOrMore, Seed, one_of
-from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.conf.rules import OneOrMore, Seed
+from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
 from outrider.scripts.common.names import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys
 
@@ -34,7 +34,7 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     max_new_tokens: Annotated[int, Ge(8)] = 64
     # auto (bfloat16, but float32 on a CPU without
     # instructions for it), bfloat16, float32 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # prompts that are decoded together: what the choice is made for

@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.help import docs
 from outrider.conf.schema import CONF, check, compose, entry
-from outrider.conf.typed import default, docs, nested_schema
+from outrider.conf.typed import default, nested_schema
 from outrider.heads.registry import head_class, kinds
 from outrider.scripts.cli import KEYS
 from outrider.train.runs import SCHEMAS
@@ -89,14 +90,6 @@ def test_a_default_stands_once() -> None:
                 assert default(field) != value, f"{path}: {key}={value} is the default"
 
 
-def leaves(schema: type, prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
-    for name, hint in typing.get_type_hints(schema).items():
-        nested = nested_schema(hint)
-        found += leaves(nested, f"{prefix}{name}.") if nested else [(prefix + name, hint)]
-    return found
-
-
 def test_every_key_has_a_doc_line() -> None:
     def undocumented(schema: type, prefix: str = "") -> list[str]:
         known, hints = docs(schema), typing.get_type_hints(schema)
@@ -117,27 +110,6 @@ def test_a_configuration_is_made_once_and_never_changed() -> None:
 
     schemas = [*ENTRIES.values(), *(head_class(kind).Config for kind in kinds())]
     assert [name for schema in schemas for name in loose(schema)] == []
-
-
-def test_a_wrong_type_is_refused_for_every_key() -> None:
-    met = set[tuple[str, str]]()
-    for name, schema in ENTRIES.items():
-        wrong = {
-            key: str(hint)
-            for key, hint in leaves(schema)
-            if hint is not Any and typing.get_origin(hint) is not dict
-        }
-        wrong = {key: hint for key, hint in wrong.items() if (key, hint) not in met}
-        met |= {*wrong.items()}
-        # All at once, since a composition takes long; but a list ends it, so lists are asked by
-        # themselves.
-        plain = [f"++{key}={{wrong: 1}}" for key, hint in wrong.items() if "list[" not in hint]
-        message = problems_of(name, plain)
-        for key in wrong:
-            if not any(line.startswith(f"{key}:") for line in message):
-                lines = problems_of(name, [f"++{key}={{wrong: 1}}"])
-                assert any(key in line for line in lines), (name, key, lines)
-    assert len(met) > 100
 
 
 @dataclass
@@ -221,17 +193,6 @@ def test_what_the_user_sees(
     assert stop.value.code == code and shown.startswith(words) and "Traceback" not in shown
 
 
-@dataclass(frozen=True)
-class Marked:
-    # what it is
-    first: int = 0  # type: ignore[assignment]
-    second: int = 0
-
-
-def test_a_comment_for_tools_is_no_doc_line() -> None:
-    assert docs(Marked) == {"first": "what it is"}
-
-
 def rows_of(shown: str) -> list[str]:
     """The lines of a table of keys, with two spaces between a key and its words."""
     return [re.sub("  +", "  ", line.strip()) for line in shown.splitlines()]
@@ -242,7 +203,7 @@ def test_help_lists_keys_with_their_docs(toy: Path, capsys: Any) -> None:
         entry("toy", Toy, toy)(lambda cfg: None)(["--help"])
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and re.search("  part.size=2 +how large", shown)
-    assert "part=small" in shown and shown.index("Required") < shown.index("Groups")
+    assert re.search("part= +small", shown) and shown.index("Required") < shown.index("Groups")
     # as one would type them, and as the command would run: the file's value, not the schema's
     for line in ("rate=0.5", "how fast"), ("steps", "how many"), ("limit=null", "may be absent"):
         assert line in [tuple(shown.split("  ", 1)) for shown in rows_of(shown)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.conf import left
+from outrider.conf import words
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.heads.names import parse
@@ -23,14 +23,15 @@ def answered(call: Callable[[], Any], begins: str = "") -> str:
     with pytest.raises(UserError) as caught:
         call()
     said = str(caught.value)
-    assert said.startswith(begins) and left.LAST in said and "\n" not in said, (begins, said)
+    assert said.startswith(begins) and words.LAST in said and "\n" not in said, (begins, said)
     return said
 
 
 def test_verbs_heads_and_options_of_drafters_that_left(tmp_path: Path) -> None:
-    for word in (*left.VERBS, *(f"train {kind}" for kind in left.KINDS)):
+    left = words.LEFT
+    for word in (*left["verbs"], *(f"train {kind}" for kind in left["kinds"])):
         assert word.split()[-1] in answered(lambda word=word: cli.speak(word.split()))
-    for option in left.DRAFTS:
+    for option in left["drafts"]:
         said = answered(lambda option=option: parse(f"ngram@chain:3@{option}"), "drafters:")
         assert f"@{option}" in said
     card = "runs/x/head/head.json"
@@ -43,13 +44,13 @@ def test_verbs_heads_and_options_of_drafters_that_left(tmp_path: Path) -> None:
 
 def test_keys_and_options_that_left(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["target=tiny", "data.path=x", "out_dir=y", "steps=1"]
-    keys = [*(f"{key}=1" for key in left.KEYS), "head.lora.rank=2"]
-    for word in (*keys, *left.CHOICES, *left.WORDS):
-        line = [*given, word]
+    keys = [f"{key}=1" for key in words.LEFT["keys"]]
+    for word in (*keys, *words.LEFT["choices"], *words.LEFT["words"]):
+        given_with = [*given, word]
         answered(
-            lambda line=line: compose("medusa", ENTRIES["medusa"], line), word.partition("=")[0]
+            lambda w=given_with: compose("medusa", ENTRIES["medusa"], w), word.partition("=")[0]
         )
-    for words in ("doctor first_gpu", "evaluate candidates=[a] target=tiny out=x"):
+    for line in ("doctor first_gpu", "evaluate candidates=[a] target=tiny out=x"):
         with pytest.raises(SystemExit) as stop:
-            cli.speak(words.split())
-        assert stop.value.code == 2 and left.LAST in capsys.readouterr().err
+            cli.speak(line.split())
+        assert stop.value.code == 2 and words.LAST in capsys.readouterr().err

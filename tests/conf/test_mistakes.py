@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outrider.conf import synonyms
+from outrider.conf import words as other
 from outrider.conf.errors import UserError
 from outrider.conf.help import shown
 from outrider.conf.schema import compose
@@ -75,7 +75,7 @@ def given(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["eagle", "evaluate"])
 def test_what_others_call_a_key_is_answered_with_one_that_the_command_takes(name: str) -> None:
     made, known = compose(name, ENTRIES[name], given(name)), [*keys(ENTRIES[name])]
-    found = (synonyms.said(key, known) for key in synonyms.CURES)
+    found = (other.synonym(key, known) for key in other.CURES)
     cures = {said[13:-1] for said in found if said.startswith("did you mean ")}
     words = []
     for word in sorted(word for cure in cures for word in cure.split()):
@@ -87,7 +87,7 @@ def test_what_others_call_a_key_is_answered_with_one_that_the_command_takes(name
 
 
 def test_a_reason_that_names_a_key_names_one_that_there_is() -> None:
-    for why in set(synonyms.REASONS.values()):
+    for why in set(other.REASONS.values()):
         for word in re.findall(r"[a-z_.]+=\w+", why):
             name = "validate" if "validate" in why else "eagle"
             compose(name, ENTRIES[name], [*given("eagle"), word])
@@ -100,7 +100,7 @@ def test_no_key_of_hugging_face_is_taken_for_a_slip_of_another() -> None:
 
     known = [*keys(ENTRIES["eagle"])]
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)} - {*known}
-    theirs -= {*synonyms.CURES, *(key.rpartition(".")[2] for key in known)}
+    theirs -= {*other.CURES, *(key.rpartition(".")[2] for key in known)}
     said = [unknown_key(key, known) for key in theirs]
     assert not [line for line in said if "did you mean" in line]
 

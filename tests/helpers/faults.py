@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from outrider.conf.schema import _guarded
+from outrider.conf.schema import guarded
 from outrider.heads.batch import Batch, LossOut
 from outrider.heads.registry import head_class
 from outrider.train import loop
@@ -134,7 +134,7 @@ def fork(action: Action, said: Path | None = None, **env: str) -> int:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         torch.set_num_threads(1)
-        code = _guarded(lambda: action() or 0)
+        code = guarded(lambda: action() or 0)
     except BaseException:
         import traceback
 
@@ -192,7 +192,7 @@ def launcher(action: Action, restarts: int, said: Path | None = None, world: int
         elastic_launch(config, worker)()
 
     def worker() -> None:
-        code = _guarded(lambda: action() or 0)
+        code = guarded(lambda: action() or 0)
         if code:
             sys.stderr.flush()
             os._exit(code)

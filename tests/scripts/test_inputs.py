@@ -88,7 +88,7 @@ def test_seeds_that_no_generator_takes(tmp_path: Path, capsys: Any) -> None:
     for seed in (1 << 63, -1, 10**40):
         assert code(evaluate.main, f"out={tmp_path}/out", f"seed={seed}") == 2
         said = one_line(capsys)
-        assert said.startswith("error: seed: ") and "; give " in said
+        assert said.startswith("error: seed: ")
 
 
 # -- one writer, and what a run depends on

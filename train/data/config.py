@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from outrider.conf.paths import no_file, no_folder
+from outrider.conf.paths import missing
 from outrider.conf.rules import (
     AboveZero,
     BelowOne,
@@ -111,12 +111,12 @@ class DataConfig(RowsConfig):
         found = []
         if self.kind != "hub":
             fix = f"give a {'JSONL' if self.kind == 'jsonl' else 'text'} file"
-            found += [line for path in self.paths for line in no_file("path", path, fix)]
+            found += [line for path in self.paths for line in missing("path", path, fix)]
         if isinstance(self.held_out, str) and not Path(self.held_out).expanduser().is_file():
             found.append(f"held_out: {self.held_out} is neither a file nor a share of the rows")
         if self.features:
             fix = "give one that scripts/cache_features.py wrote, or leave it out"
-            found += no_folder("features", self.features, fix)
+            found += missing("features", self.features, fix, "folder")
         return found
 
     @property

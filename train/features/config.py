@@ -7,7 +7,7 @@ from typing import Annotated
 
 from outrider.conf import packages
 from outrider.conf.rules import NotEmpty, OneOrMore, one_of
-from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, Dtype, TargetConfig
 from outrider.train.data.config import DataConfig
 from outrider.train.runs import ENTRIES
 
@@ -27,7 +27,7 @@ class CacheConfig(AutoDtype):
     # further taps, hidden_states[k] of transformers
     taps: list[int] = field(default_factory=list)
     # dtype of the target, which must be that of the training run; auto is the same there
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     # dtype on disk; empty = that of the target
     store: Annotated[str, one_of(["", *DTYPES])] = ""
     # tokens of one forward pass, padding included

