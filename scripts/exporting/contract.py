@@ -4,25 +4,20 @@
 of the exported numbers accepted there: an accepted stop token counts, what a draft holds
 behind it does not; a draft never reaches beyond the length limit.
 
-It was written in float32, and servers run in 16 bits. So it holds what 16 bits do to the gap of
-two logits, `rounding`, measured with the rule by which `evaluate` judges answers that differ
-(scripts/scoring/same_tokens.py): the target's own logits in float32 and in bfloat16 behind the
-same tokens, and SAFETY times the most that one moved against the best; and for every token of
-an answer the others that are `near` it, by less than that.
+It was written in float32, and servers run in 16 bits. So it holds for every token of an answer
+the others that are `near` it: whose logits lie within GAP of its own.
 
 Shape letters: n tokens of an answer, V vocabulary.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -32,14 +27,13 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.scoring.plain import BEST, Plain, moved
-from outrider.scripts.scoring.same_tokens import SAFETY
+from outrider.scripts.scoring.plain import BEST, Plain
 
 NAME = "expected.json"
+GAP = 0.5  # bfloat16 rounds logits between 16 and 32 to eighths, and what leads to them
 
 Count = Annotated[int, Ge(0), Lt(1 << 31)]
 Some = Annotated[int, Gt(0), Lt(1 << 31)]
-Gap = Annotated[float, Ge(0), Lt(1 << 31)]
 
 
 @dataclass
@@ -72,13 +66,11 @@ class Row:
 
 @dataclass
 class Contract:
-    """What is read of expected.json. rounding: the gap of two logits up to which 16 bits may
-    turn them. stop: the target's stop tokens."""
+    """What is read of expected.json. stop: the target's stop tokens."""
 
     max_new_tokens: Some
     draft_tokens: Some
     stop: list[Count]
-    rounding: Gap
     prompts: Annotated[list[Row], MinLen(1)]
     format: Literal[2] = 2
 
@@ -121,58 +113,24 @@ def expected(
     drafter.max_depth = drafter.max_nodes = depth
     requests = [Request(list(p), limit, id=i) for i, p in enumerate(prompts)]
     run = generate(target, drafter, requests, Sampling(), batch_size=len(requests))
-    texts = [(found.prompt_ids, found.token_ids) for found in run.generations]
-    rounding, near = measured(target, texts)
-    rows = [
-        Row(
-            list(request.prompt),
-            found.token_ids,
-            target.tokenizer.decode([t for t in found.token_ids if t not in target.eos_ids]),
-            [c.proposed for c in found.cycles],
-            [c.accepted for c in found.cycles],
-            others,
+    plain, rows = Plain(target), []
+    for request, found in zip(requests, run.generations, strict=True):
+        logits = plain.logits([*found.prompt_ids, *found.token_ids], len(found.prompt_ids))
+        rows.append(
+            Row(
+                list(request.prompt),
+                found.token_ids,
+                target.tokenizer.decode([t for t in found.token_ids if t not in target.eos_ids]),
+                [c.proposed for c in found.cycles],
+                [c.accepted for c in found.cycles],
+                [_near(*pair) for pair in zip(logits, found.token_ids, strict=True)],
+            )
         )
-        for request, found, others in zip(requests, run.generations, near, strict=True)
-    ]
-    return Contract(limit, depth, list(target.eos_ids), rounding, rows)
+    return Contract(limit, depth, list(target.eos_ids), rows)
 
 
-# -- what 16 bits do
-
-
-@contextlib.contextmanager
-def in_bfloat16(model: torch.nn.Module) -> Iterator[None]:
-    """The model with bfloat16 weights while the block runs, then as it was, bit by bit."""
-    kept = [(weight, weight.data) for weight in model.parameters()]
-    try:
-        for weight, whole in kept:
-            weight.data = whole.to(torch.bfloat16)
-        yield
-    finally:
-        for weight, whole in kept:
-            weight.data = whole
-
-
-def measured(
-    target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> tuple[float, list[list[list[int]]]]:
-    """Measure (prompt, answer) token ids: the gap of two logits that 16 bits may turn, and for
-    every token of every answer the others that lie within it, at most BEST. target: in float32;
-    it is back in it afterwards."""
-    plain = Plain(target)
-    rows = [([*prompt, *answer], len(prompt)) for prompt, answer in texts]
-    whole = [plain.logits(*row).float() for row in rows]
-    with in_bfloat16(target.model):
-        some = [plain.logits(*row).float() for row in rows]
-    most = SAFETY * max(moved(a, b) for a, b in zip(whole, some, strict=True))
-    return most, [
-        [_near(logits, token, most) for logits, token in zip(row, answer, strict=True)]
-        for row, (_, answer) in zip(whole, texts, strict=True)
-    ]
-
-
-def _near(logits: Tensor, token: int, most: float) -> list[int]:
-    """Return the tokens at one place [V] whose logits are at most so far below this one's."""
+def _near(logits: Tensor, token: int) -> list[int]:
+    """Return the tokens at one place [V] that 16 bits may put before this one, at most BEST."""
     best = logits.topk(min(BEST + 1, len(logits)))
-    near = (logits[token] - best.values <= most).tolist()
+    near = (logits[token] - best.values <= GAP).tolist()
     return [i for i, close in zip(best.indices.tolist(), near, strict=True) if close and i != token]

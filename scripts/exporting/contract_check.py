@@ -125,9 +125,7 @@ def parting(wanted: Contract, row: Row, answer: Reply, limit: int) -> Parting | 
     said = f"token {at + 1} is {there[0]} instead of {here[0]}, which 16 bits do not explain"
     chosen = {other[at]} if at < len(other) else stop if answer.stopped else set()
     near = at < len(expected) and bool(chosen & {*row.near[at]})
-    return Parting(
-        at, f"{said}, which leads by more than 16 bits move ({wanted.rounding:.2g})", near
-    )
+    return Parting(at, said, near)
 
 
 def acceptance(wanted: Contract, whole: Sequence[Asked]) -> dict[str, Any] | None:

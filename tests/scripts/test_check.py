@@ -102,9 +102,7 @@ def checked_against(
 def test_a_sound_server_in_bfloat16_keeps_the_contract(seed: int, noise: float) -> None:
     """Whatever its draft accepts: 98 % of its tokens or half of them."""
     target, draft = noisy("float32", seed), noisy("float32", seed, noise)
-    before = [weight.clone() for weight in target.model.parameters()]
     wanted = contract.expected(target, DraftModel(draft, DEPTH), questions(seed), DEPTH, 32)
-    assert all(map(torch.equal, before, target.model.parameters()))
     server = noisy("bfloat16", seed), noisy("bfloat16", seed, noise)
     found, said = checked_against(wanted, *server)
     assert found["served"] and not found["faults"], said
@@ -174,7 +172,7 @@ def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: T
             else:
                 part[key] = value
             place.write_text(json.dumps(broken))
-            if (key, value) in (("text", "x"), ("rounding", 1.5)):
+            if (key, value) == ("text", "x"):
                 contract.load(tmp_path)
                 continue
             with pytest.raises(UserError, match="^expected: .*; export the head again$"):
@@ -183,7 +181,7 @@ def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: T
 
 def test_lists_that_do_not_go_together(tmp_path: Path) -> None:
     row = Row([5], [1, 2], "", [2, 1], [1, 0], [[3], []])
-    value = Contract(8, 2, [0], 0.1, [row, row]).json()
+    value = Contract(8, 2, [0], [row, row]).json()
     for wrong in ({"accepted": [1]}, {"near": [[3]]}):
         rows = [value["prompts"][0], value["prompts"][1] | wrong]
         (tmp_path / contract.NAME).write_text(json.dumps(value | {"prompts": rows}))
@@ -208,7 +206,7 @@ def test_sglang_tells_its_counts_with_every_answer(
 ) -> None:
     """It has no counters that are read."""
     row = Row([3], [5] * 10, "", [3] * 3, [2] * 3, [[]] * 10)
-    wanted = Contract(10, 3, [2], 0.1, [row])
+    wanted = Contract(10, 3, [2], [row])
     about = {"finish_reason": {"type": "length"}, **counts}
     answer = {"output_ids": [5] * 10, "text": "", "meta_info": about}
     with odd(lambda body: answer, "sglang") as server:
