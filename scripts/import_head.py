@@ -41,6 +41,8 @@ from outrider.scripts.exporting.place import free_place
 from outrider.scripts.exporting.probe import Convention
 from outrider.scripts.reports.table import Table
 
+PROMPTS, TOKENS = 16, 48  # of the probe; tokens of an answer
+
 
 @entry("import_head", ImportConfig)
 def main(cfg: ImportConfig) -> int:
@@ -68,9 +70,9 @@ def main(cfg: ImportConfig) -> int:
             )
         head = acceptance_probe.read_as(head, cfg.convention)
     if cfg.probe:
-        some = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
+        some = thinned(load_prompts(cfg.prompts), PROMPTS)
         ids = [question_ids(target.tokenizer, p.turns[0]) for p in some]
-        batch = acceptance_probe.answers(target, ids, cfg.max_new_tokens)
+        batch = acceptance_probe.answers(target, ids, TOKENS)
         found = acceptance_probe.probe(head, batch, target)
         show(found, cfg.convention)
         best = acceptance_probe.fitting(found)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Gt
 
-from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed, ZeroOrMore
+from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common.names import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from outrider.scripts.certificate.setup import CertificatePlan
 
 URL_TOKENS = 1200  # asked of a server by default
+ANSWER, RETRIES = 60.0, 2  # seconds for one answer; tries after the first
 ALPHA, URL_ALPHA = 1e-4, 1e-3
 
 
@@ -65,10 +66,6 @@ class CertifyConfig(PenaltyKeys):
     seconds: Annotated[float, Gt(4)] = 120.0
     # with url: numbers of requests that are asked together
     at_a_time: AtATime = field(default_factory=lambda: [1, 8])
-    # with url: seconds for one answer
-    timeout: AboveZero = 60.0
-    # with url: tries after the first
-    retries: ZeroOrMore = 2
     # with url: environment variable that holds the server's key; empty = none
     key_env: str = ""
     # float32, bfloat16 or float16; rounding is smallest in float32
@@ -118,9 +115,9 @@ class CertifyConfig(PenaltyKeys):
         from outrider.scripts.certificate.server_asked import ServerPlan
         from outrider.scripts.scoring.servers import Address
 
-        patience, levels = min(self.timeout, self.seconds), tuple(sorted(set(self.at_a_time)))
+        levels = tuple(sorted(set(self.at_a_time)))
         return ServerPlan(
-            Address(self.url, patience, self.retries, max(levels), self.key_env),
+            Address(self.url, min(ANSWER, self.seconds), RETRIES, max(levels), self.key_env),
             prompts,
             self.temperature,
             self.tokens or URL_TOKENS,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,15 +54,15 @@ def judged(
         for n in np.unique(known.of("level"))
     }
     rejected = p < alpha
-    few = len(known.own) < FEWEST or min((h.error for h in heats), default=0) > WIDEST
+    few = len(known.own) < FEWEST or min((h["error"] for h in heats), default=0) > WIDEST
     verdict = "rejected" if rejected else "undecided" if few else "passed"
     fewest, *others = [*levels.values()] or [1.0]
     differs = rejected and fewest > APART and min(others, default=1.0) < alpha
     return {
         "verdict": verdict,
         "line": _line(verdict, known, found, heats, p, levels if differs else {}),
-        "temperature": [vars(heat) for heat in heats],
-        "temperature_honoured": all(heat.p >= alpha for heat in heats) if heats else None,
+        "temperature": heats,
+        "temperature_honoured": all(heat["p"] >= alpha for heat in heats) if heats else None,
         "depends_on_the_batch": "yes" if differs else "no sign of it" if others else "not tested",
         "p": p,
         "p_by_level": levels,
@@ -80,15 +79,15 @@ def _line(
     verdict: str,
     known: Places,
     found: Sequence[Test],
-    heats: Sequence[Measured],
+    heats: Sequence[dict[str, float]],
     p: float,
     apart: dict[int, float],
 ) -> str:
     """Return the verdict in words. apart: p by requests at a time, where it depends on these."""
-    requested = " and ".join(f"{heat.requested:g}" for heat in heats) or "nothing"
+    requested = " and ".join(f"{heat['requested']:g}" for heat in heats) or "nothing"
     levels = ", ".join(f"{n:g}" for n in np.unique(known.of("level"))) or "none"
     lead = f"{len(known.most):,} tokens at temperature {requested}, {levels} at a time"
-    likely = " and ".join(f"{heat.likely:.2f}" for heat in heats)
+    likely = " and ".join(f"{heat['likely']:.2f}" for heat in heats)
     if verdict == "rejected":
         worst = found[0]
         batch = "".join(f"; {n} at a time p = {of:.2g}" for n, of in apart.items())
@@ -100,7 +99,7 @@ def _line(
         return f"undecided: {lead}; they leave no choice: a temperature twice as high might pass"
     if verdict == "undecided":
         return f"undecided: {lead}, {len(known.own)} of them judged; {FEWEST} are needed"
-    error = max(heat.error for heat in heats)
+    error = max(heat["error"] for heat in heats)
     return (
         f"as asked: {lead}; measured temperature {likely}, p = {p:.2g}; a temperature off by "
         f"{error:.0%} would be found"
@@ -244,20 +243,10 @@ def repeats(known: Places) -> Test:
 # typical acceptance) are those of p^b with b > 1, too unlikely ones have b < 1.
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A temperature: asked for, and most likely. error: share by which it could be off and surely
-    be found. p: of this temperature's own tests."""
-
-    requested: float
-    likely: float
-    error: float
-    p: float
-
-
-def measured(known: Places, found: Sequence[Test], alpha: float) -> list[Measured]:
-    """Return every temperature that was asked for."""
-    out, every = [], known.of("temperature")
+def measured(known: Places, found: Sequence[Test], alpha: float) -> list[dict[str, float]]:
+    """Return every temperature that was requested, and the likely one. error: share by which it
+    could be off and surely be found. p: of this temperature's own tests."""
+    out, every = list[dict[str, float]](), known.of("temperature")
     heats = list(dict.fromkeys(every.tolist()))  # as they were asked for
     needed = math.sqrt(2 * math.log(9 * max(len(found), 1) / alpha)) + 2.33
     for heat in heats:
@@ -265,7 +254,8 @@ def measured(known: Places, found: Sequence[Test], alpha: float) -> list[Measure
         error = needed / math.sqrt(spread) if spread > 0 else math.inf
         stratum = f"temperature {heat:g}" if len(heats) > 1 else ALL
         some = [t.p for t in found if t.stratum == stratum and t.name == TEMPERATURE]
-        out.append(Measured(heat, heat / b, error, min(1.0, len(found) * min(some, default=1.0))))
+        p = min(1.0, len(found) * min(some, default=1.0))
+        out.append({"requested": heat, "likely": heat / b, "error": error, "p": p})
     return out
 
 

@@ -104,12 +104,8 @@ class ImportConfig:
     convention: str = AS_WRITTEN
     # try the known conventions on a few prompts
     probe: bool = True
-    # prompts of the probe, JSONL as scripts/evaluate.py reads it
+    # prompts of the probe, JSONL as scripts/evaluate.py reads it; some of them are asked
     prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them
-    num_prompts: OneOrMore = 16
-    # tokens of each answer
-    max_new_tokens: OneOrMore = 48
     # dtype that the target runs in: float32, bfloat16 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "float32"
     # cpu, cuda, cuda:1; null = the GPU when there is one

@@ -157,21 +157,21 @@ def summary(found: dict[str, Any]) -> list[str]:
     """Return the verdict for people."""
     ties, faults, said = found["near_ties"], found["faults"], found["acceptance"]
     line = f"answers: {found['equal']} of {found['answers']} as expected"
-    lines = [f"{line}, {ties} part at near ties" if ties else line, *faults[:SHOWN]]
+    if ties:
+        line += f", {ties} part at near ties ({found['not_compared']} tokens behind not compared)"
+    lines = [line, *faults[:SHOWN]]
     if len(faults) > SHOWN:
         lines.append(f"and {len(faults) - SHOWN} more")
     if said is None:
         why = found["counters"] or "the server tells none (no counters, or it does not speculate)"
         lines.append(f"acceptance: {why}")
     else:
-        where = f" in {said['answers']} of {found['answers']} answers" if faults else ""
-        where += " up to the near ties" if ties else ""
-        lines.append(
-            f"accepted draft tokens: {said['accepted']['server']} of {said['drafted']['server']}, "
-            f"expected {said['accepted']['expected']} of {said['drafted']['expected']}{where}"
+        server, expected = (
+            f"{said['accepted'][side]} of {said['drafted'][side]}"
+            for side in ("server", "expected")
         )
-    if found["not_compared"]:
-        lines.append(f"not compared: {found['not_compared']} tokens behind the near ties")
+        where = f" in {said['answers']} of {found['answers']} answers" if faults else ""
+        lines.append(f"accepted draft tokens: {server}, expected {expected}{where}")
     if found["longer"]:
         depth = found["draft_tokens"]
         lines.append(f"it drafts more than {depth} tokens a step: start it with K = {depth}")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -71,15 +72,12 @@ def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> Ba
     """Return the target's own greedy answers as a batch; their tokens are supervised."""
     requests = [Request(list(p), tokens, id=i) for i, p in enumerate(prompts)]
     run = generate(target, NoDraft(), requests, Sampling(), batch_size=min(8, len(requests)))
-    rows = [(g.prompt_ids, g.token_ids) for g in run.generations]
-    width = max(len(p) + len(t) for p, t in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask, loss = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
-    for i, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        ids[i, :end] = torch.tensor([*prompt, *answer])
-        mask[i, :end], loss[i, len(prompt) : end] = True, True
-    return Batch(ids, mask, loss, torch.arange(len(rows))).to(target.device)
+    rows = [torch.tensor([*g.prompt_ids, *g.token_ids]) for g in run.generations]
+    ids = pad_sequence(rows, batch_first=True)
+    ends, at = torch.tensor([[len(row)] for row in rows]), torch.arange(ids.shape[1])
+    starts = torch.tensor([[len(prompt)] for prompt in prompts])
+    mask = at < ends
+    return Batch(ids, mask, mask & (at >= starts), torch.arange(len(rows))).to(target.device)
 
 
 def with_features(target: Target, batch: Batch) -> Any:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -29,17 +28,6 @@ TEXTS, WEIGHTS = (".json", ".md", ".txt", ".jinja"), (".safetensors", ".gguf")
 # An absolute path of this machine: no part of an address, of a relative path or of a fraction.
 ABSOLUTE = re.compile(r"(?<![\w.:/@~-])(?:~|/[\w.@+-]+)(?:/[\w.@+-]+)+/?")
 Files = dict[str, bytes | Path]  # by their place in the repository, their content or where they lie
-
-
-@dataclass(frozen=True)
-class Row:
-    """How a head drafted ("chain of 3", "tree of 16 nodes"), and the accepted length that
-    came of it, bonus token counted, with its 95 % interval."""
-
-    shape: str
-    mean: float
-    low: float
-    high: float
 
 
 def gathered(cfg: PushConfig) -> Files:
@@ -152,9 +140,9 @@ def scrubbed(text: str, places: Mapping[str, str]) -> str:
     return ABSOLUTE.sub(bare, text)
 
 
-def measured(place: Path, card: dict[str, Any]) -> tuple[list[Row], str]:
-    """Return what the report at `place` (or in that folder) says of this very head, and how it
-    was asked.
+def measured(place: Path, card: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Return what the report at `place` (or in that folder) says of this very head, the accepted
+    length of every shape with its 95 % interval, and how it was asked.
 
     Raises UserError where it is no report, of another target, or tells nothing of that head.
     """
@@ -180,11 +168,13 @@ def measured(place: Path, card: dict[str, Any]) -> tuple[list[Row], str]:
     return rows, protocol
 
 
-def _row(row: dict[str, Any]) -> Row:
-    length = row["accepted_length"]
+def _row(row: dict[str, Any]) -> dict[str, Any]:
     chain = f"chain of {int(row['max_depth'])}"
     shape = chain if row["shape"] == "chain" else f"tree of {int(row['max_nodes'])} nodes"
-    return Row(shape, *(float(length[key]) for key in ("mean", "low", "high")))
+    return {
+        "shape": shape,
+        **{k: float(row["accepted_length"][k]) for k in ("mean", "low", "high")},
+    }
 
 
 def _protocol(how: dict[str, Any]) -> str:

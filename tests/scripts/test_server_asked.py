@@ -37,7 +37,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def certify(url: str, out: Path, prompts: Path, *args: str) -> tuple[int, dict[str, Any]]:
-    keys = [f"url={url}", f"out={out}", f"prompts={prompts}", "quiet=true", "retries=0", *args]
+    keys = [f"url={url}", f"out={out}", f"prompts={prompts}", "quiet=true", *args]
     with pytest.raises(SystemExit) as stop:
         main(keys)
     found = out / "certificate.json"
