@@ -185,16 +185,6 @@ def softmax_acceptance(row: TreeRow) -> Path:
 
 
 @by_row
-def bonus_from_wrong_node(row: TreeRow) -> Path:
-    """The bonus token is drawn from the distribution of the accepted node's parent: one row off."""
-
-    def parent(row: TreeRow, slot: int, r: Tensor, rejected: bool) -> Tensor:
-        return r if slot == 0 else row.p(row.parents[slot - 1] + 1)
-
-    return descend(row, final=parent)
-
-
-@by_row
 def traversal_stale(row: TreeRow) -> Path:
     """vllm-ascend #7807: leaf-to-root acceptance, but the residual is never updated."""
 

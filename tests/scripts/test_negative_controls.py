@@ -35,7 +35,6 @@ WRONG: dict[str, tuple[Any, TreeShape, str, Sampling]] = {
     "rejected token stays": (wrong_rules.rejected_token_stays, STAR, "top", ONE),
     "bonus un-warped": (wrong_rules.bonus_unwarped, CHAIN, "iid", Sampling(0.6)),
     "softmax acceptance": (wrong_rules.softmax_acceptance, CHAIN, "top", Sampling(0.0)),
-    "bonus from the wrong node": (wrong_rules.bonus_from_wrong_node, CHAIN, "iid", ONE),
     "bonus from the draft": (wrong_rules.bonus_from_the_draft, CHAIN, "iid", ONE),
     "traversal stale": (wrong_rules.traversal_stale, CHAIN, "iid", ONE),
     "greedy at T > 0": (wrong_rules.greedy_fallback, CHAIN, "iid", ONE),

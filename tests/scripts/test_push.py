@@ -76,33 +76,13 @@ def run(folder: Path | str, repository: str, *words: str, code: int = 0) -> None
     ended(push.command, [str(folder), repository, "license=apache-2.0", *words], code)
 
 
-def report(place: Path, weights: str, target: Any, rows: list[tuple[str, int, float]]) -> Path:
-    """A report.json of evaluate, as far as a card reads it."""
-    drafters = [
-        {
-            "name": "run",
-            "shape": shape,
-            "max_depth": size,
-            "max_nodes": size,
-            "weights_sha256": [weights],
-            "accepted_length": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
-        }
-        for shape, size, mean in rows
-    ]
-    settings = {
-        "prompts": {"path": f"{place}/asked.jsonl", "sha256": "ab" * 32},
-        "num_prompts": 72,
-        "temperature": 0.0,
-        "max_new_tokens": 128,
-        "dtype": "bfloat16",
-        "batch_size": 1,
-    }
-    identity = {"weights_sha256": target.identity.weights_sha256}
-    place.mkdir()
-    (place / "report.json").write_text(
-        json.dumps({"target": identity, "settings": settings, "drafters": drafters})
-    )
-    return place
+@pytest.fixture(scope="module")
+def report(exported: Path) -> Path:
+    """Of evaluate, of that very head."""
+    words = [*TARGET, f"drafters=[none,{exported / 'run'}@chain]", f"out={exported / 'report'}"]
+    words += [f"prompts={exported / 'p.jsonl'}", "max_new_tokens=24", "parity=0", "quiet=true"]
+    ended(evaluate, [*words, "dtype=float32"])
+    return exported / "report/report.json"
 
 
 def test_what_goes_up_comes_back(
@@ -150,39 +130,23 @@ def test_paths_are_told_from_what_looks_like_one() -> None:
 
 
 def test_the_card_says_what_was_measured_and_how(
-    server: FakeHub, place: Path, target: Any, tmp_path: Path
+    server: FakeHub, place: Path, report: Path
 ) -> None:
-    weights = read_card(place / "head")["weights"]["sha256"]
-    made = report(tmp_path / "reports", weights, target, [("tree", 16, 2.5), ("chain", 3, 2.25)])
-    words = ["base_model=org/tiny", "datasets=[org/chats]", f"report={made}"]
+    run(place, "me/x")
+    assert "not measured\n" in server.held("me/x")["README.md"].decode()
+    words = ["base_model=org/tiny", "datasets=[org/chats]", f"report={report}"]
     run(place, "me/x", f"export={place}/export", *words)
     text = server.held("me/x")["README.md"].decode()
     about = ModelCard(text).data
     assert about.license == "apache-2.0" and about.base_model == "org/tiny"
     assert about.library_name == "outrider" and about.datasets == ["org/chats"]
     assert about.tags == ["speculative-decoding", "eagle3", "vllm"]
-    assert "| chain of 3 | 2.25 | 2.15 to 2.35 |" in text
-    assert "| tree of 16 nodes | 2.50 | 2.40 to 2.60 |" in text
-    assert "72 prompts of asked.jsonl (sha256 abababababab); greedy; at most 128" in text
-    assert "| K as trained | 3 |" in text, "three steps, although drafts have five levels"
-    assert '"model": "me/x", "method": "eagle3", "num_speculative_tokens": 3' in text
-
-
-def test_an_evaluation_of_what_was_pushed_is_what_the_next_card_says(
-    server: FakeHub, place: Path, exported: Path, tmp_path: Path
-) -> None:
-    """From evaluate's own report, of the head on the hub, whose commit it names."""
-    run(place, "me/x")
-    assert "not measured\n" in server.held("me/x")["README.md"].decode()
-    words = [*TARGET, "drafters=[none,hub:me/x@chain]", f"prompts={exported / 'p.jsonl'}"]
-    words += [f"out={tmp_path / 'reports'}", "max_new_tokens=24", "parity=0", "quiet=true"]
-    ended(evaluate, [*words, "dtype=float32"])
-    row = json.loads((tmp_path / "reports/report.json").read_text())["drafters"][1]
-    assert row["hub"] == {"hub:me/x": server.repositories["me/x"].refs["main"]}
-    run(place, "me/x", f"report={tmp_path / 'reports'}")
-    text = server.held("me/x")["README.md"].decode()
+    row = json.loads(report.read_text())["drafters"][1]
     shown = [f"{row['accepted_length'][key]:.2f}" for key in ("mean", "low", "high")]
     assert f"| chain of 5 | {shown[0]} | {shown[1]} to {shown[2]} |" in text
+    assert "2 prompts of p.jsonl (sha256 " in text and "; greedy; at most 24 new tokens" in text
+    assert "| K as trained | 3 |" in text, "three steps, although drafts have five levels"
+    assert '"model": "me/x", "method": "eagle3", "num_speculative_tokens": 3' in text
 
 
 def test_a_second_push_replaces_the_first_and_nothing_else(
@@ -232,10 +196,10 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(
 
 
 def test_a_damaged_head_and_another_heads_report_do_not_go_up(
-    server: FakeHub, place: Path, target: Any, tmp_path: Path, capsys: Any
+    server: FakeHub, place: Path, report: Path, target: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    other = report(tmp_path / "reports", "0" * 64, target, [("chain", 3, 2.0)])
-    run(place, "me/x", f"report={other}", code=2)
+    save_head(random_head(target, "eagle3", seed=9), tmp_path / "other", target.identity, {})
+    run(tmp_path / "other", "me/x", f"report={report}", code=2)
     assert "measured no head with these weights" in capsys.readouterr().err
     for path in (place / "export/model.safetensors", place / "head/head.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
