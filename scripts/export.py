@@ -15,6 +15,7 @@ how to serve and what to look at.
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
@@ -76,7 +77,7 @@ def main(cfg: ExportConfig) -> int:
         twin, check = write_head(
             stage, cfg.format, head, target, name, prompts, dtype, cfg.tokenizer_from
         )
-        about.check = check.json()
+        about.check = asdict(check)
         chain = twin.drafter(target, DraftSpec(shape="chain"))
         asked = [ids.tolist() for ids in prompts]
         wanted = contract.expected(target, chain, asked, depth, cfg.max_new_tokens)
@@ -84,8 +85,8 @@ def main(cfg: ExportConfig) -> int:
         files.write_text(stage / "README.md", export_card.page(about))
         files.write_json(stage / MANIFEST, export_card.manifest(stage, about))
     print(
-        f"{out}: {cfg.format} export; read again, it drafts as the head does: {check.prompts} "
-        f"prompts, {check.tokens} drafted positions; how to serve it: {out / 'README.md'}"
+        f"{out}: {cfg.format} export; read again, it drafts as the head does at "
+        f"{check.draft_tokens_equal} positions; how to serve it: {out / 'README.md'}"
     )
     return 0
 

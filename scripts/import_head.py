@@ -17,7 +17,7 @@ with convention=NAME.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from outrider.scripts.exporting import probe as acceptance_probe
 from outrider.scripts.exporting.config import AS_WRITTEN, ImportConfig
 from outrider.scripts.exporting.place import free_place
 from outrider.scripts.exporting.probe import Convention
-from outrider.scripts.reports.table import Table
 
 PROMPTS, TOKENS = 16, 48  # of the probe; tokens of an answer
 
@@ -114,15 +113,10 @@ def same_target(foreign: Foreign, target: Target) -> None:
 
 
 def show(found: list[Convention], convention: str) -> None:
-    """The probe's table."""
-    rows = [
-        [convention if i == 0 else r.name, f"{r.accepted:.3f}", f"{r.logp:.3f}", r.about]
-        for i, r in enumerate(found[:6])
-    ]
-    title = "accepted of two draft tokens, teacher-forced on the target's own answers"
-    head = ("convention", "accepted", "log-probability", "")
-    Table(head, rows, title, words=(0, -1)).show()
-    if max(r.accepted for r in found) < acceptance_probe.LOW:
+    """Print what the probe found: draft tokens of two that the target's own answers accept."""
+    for one in [replace(found[0], name=convention), *found[1:6]]:
+        print(f"{one.name}: {one.accepted:.3f} accepted of two draft tokens ({one.about})")
+    if max(one.accepted for one in found) < acceptance_probe.LOW:
         print(
             "warning: under no convention does this head draft for this target; was it "
             "trained for it? It is read as it is written",

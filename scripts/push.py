@@ -7,9 +7,8 @@ head may stand.
 
 What goes up, in one commit: the model card; in head/ the head in our own form; at the top,
 with export=, the head as an engine reads it, expected.json, and outrider.json with every
-hash. All of it is safetensors (GGUF for llama.cpp) and JSON. The card says what an
-evaluation of this very head has measured (report=), else "not measured"; no file names a
-folder of this machine. A push that is interrupted leaves the repository as it was; the same
+hash. All of it is safetensors (GGUF for llama.cpp) and JSON; no file names a folder of this
+machine. A push that is interrupted leaves the repository as it was; the same
 command goes on, and sends no large file twice. The token is huggingface_hub's: `hf auth
 login`, or HF_TOKEN.
 """

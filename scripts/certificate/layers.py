@@ -74,14 +74,15 @@ def bound(layers: Sequence[dict[str, Any]], alpha: float, detect: float) -> dict
         return {"tokens": 0, "shift": None, "enough": True, "said": said}
     tokens = sample["tokens"]
     shift = uniformity.detectable(tokens, alpha, MOST_TESTS)
-    return {
-        "tokens": tokens,
-        "alpha": alpha,
-        "probability": uniformity.SURE,
-        "shift": shift,
-        "enough": tokens >= uniformity.tokens_for(detect, alpha, MOST_TESTS),
-        "said": uniformity.said(tokens, shift),
-    }
+    said = f"with {tokens:,} tokens no shift is sure to be seen"
+    if shift is not None:
+        said = (
+            f"with {tokens:,} tokens a shift of total variation {shift:.3f} or more, towards "
+            "likelier or rarer tokens or along the ids, is seen with probability "
+            f"{uniformity.SURE:g}"
+        )
+    enough = tokens >= uniformity.tokens_for(detect, alpha, MOST_TESTS)
+    return {"tokens": tokens, "alpha": alpha, "shift": shift, "enough": enough, "said": said}
 
 
 def verdict(

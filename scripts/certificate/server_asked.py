@@ -11,7 +11,6 @@ for the model.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import time
 from collections import Counter
@@ -136,7 +135,6 @@ async def _waves(
         ):
             tokens = _tokens(server, reply, limit, stop, collected)
             rows = await server.distributions([*prompt, *tokens], len(prompt), BEST)
-            rows = [*map(_likeliest, rows, tokens)]
             answers.append(JudgedAnswer(prompt, tokens, rows, **how, level=level, wave=wave))
             have[kind] += max(len(tokens), 1)
         if len(answers) >= PROMPTS and not any(answer.tokens for answer in answers):
@@ -173,10 +171,3 @@ def _tokens(
     collected.notes.update(reply.ignored)
     collected.drafted += reply.drafted or 0
     return list(reply.tokens)
-
-
-def _likeliest(row: dict[int, float], token: int) -> dict[int, float]:
-    """Return the likeliest tokens of a place, and the answer's own: a server may send
-    thousands."""
-    best = heapq.nsmallest(BEST, row, key=lambda t: (-row[t], t))
-    return {t: row[t] for t in (*best, token) if t in row}

@@ -94,13 +94,3 @@ def detectable(n: int, alpha: float, tests: int) -> float | None:
 def tokens_for(shift: float, alpha: float, tests: int) -> int:
     """Return the fewest tokens that show a shift with probability SURE."""
     return math.ceil((_reach(alpha, tests) / shift) ** 2)
-
-
-def said(n: int, shift: float | None) -> str:
-    """Return the bound in a line."""
-    if shift is None:
-        return f"with {n:,} tokens no shift is sure to be seen"
-    return (
-        f"with {n:,} tokens a shift of total variation {shift:.3f} or more, towards likelier or "
-        f"rarer tokens or along the ids, is seen with probability {SURE:g}"
-    )

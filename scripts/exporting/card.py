@@ -114,26 +114,18 @@ def page(about: About) -> str:
         training={k: about.run[k] for k in SHOWN if about.run.get(k)},
         steps=extra.get("step"),
         recipe=json.dumps(about.card["head"].get("config", {}), sort_keys=True),
-        acceptance=acceptance(extra, getattr(head, "calibration", {}) or {}),
+        acceptance=acceptance(extra.get("best")),
     )
 
 
-def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
-    """Return what was measured in training; "not measured" where it was not."""
-    lines = []
-    best = extra.get("best")
-    if isinstance(best, dict) and isinstance(best.get("accepted_length"), int | float):
-        lines.append(
-            f"decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
-            f"(bonus token counted, step {best.get('step')})"
-        )
-    if table := calibration.get("acceptance") or []:
-        rates = " ".join(f"{row[0]:.0%}" for row in table[:8])
-        lines.append(
-            f"teacher-forced, right token is the head's first choice, by depth: {rates} "
-            f"({calibration.get('positions', '?')} positions)"
-        )
-    return lines or ["not measured"]
+def acceptance(best: Any) -> str:
+    """Return what training measured; "not measured" where it did not."""
+    if not isinstance(best, dict) or not isinstance(best.get("accepted_length"), int | float):
+        return "not measured"
+    return (
+        f"decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
+        f"(bonus token counted, step {best.get('step')})"
+    )
 
 
 def run_record(source: Path) -> dict[str, Any]:

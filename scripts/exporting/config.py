@@ -135,9 +135,6 @@ class PushConfig:
     # data sets that it was trained on, by their repositories; empty = the card has the run's
     # own words about its data
     datasets: list[str] = field(default_factory=list)
-    # OUT of an evaluation of this head, or its report.json, for the accepted length in the
-    # card; empty = it says "not measured"
-    report: str = ""
     # folder of an export of this head (outrider export), whose files go to the top; empty =
     # none, the head in our own form alone
     export: str = ""

@@ -1,6 +1,6 @@
 """What a push puts on the hub: the head in our own form in head/, an export of it at the top,
-and the card (README.md), which says what was measured and how, and nothing that nobody has
-tried. No file names a folder of this machine."""
+and the card (README.md), which says what training measured. No file names a folder of this
+machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -21,7 +21,7 @@ from outrider.heads.interop import MANIFEST, exported
 from outrider.heads.names import HUB
 from outrider.heads.registry import title
 from outrider.scripts.common.rendering import render
-from outrider.scripts.exporting.card import SHOWN, run_record, trained_depth
+from outrider.scripts.exporting.card import SHOWN, acceptance, run_record, trained_depth
 from outrider.scripts.exporting.config import PushConfig
 
 TEXTS, WEIGHTS = (".json", ".md", ".txt", ".jinja"), (".safetensors", ".gguf")
@@ -49,7 +49,6 @@ def gathered(cfg: PushConfig) -> Files:
     if cfg.export:
         more, manifest = export_files(cfg, card, places)
         files |= more
-    rows, protocol = measured(Path(cfg.report).expanduser(), card) if cfg.report else ([], "")
     files["README.md"] = render(
         "published.md",
         metadata=metadata(cfg, card["kind"], base, manifest),
@@ -60,8 +59,7 @@ def gathered(cfg: PushConfig) -> Files:
         card=card,
         depth=trained_depth(card["head"]["config"]),
         manifest=manifest,
-        rows=rows,
-        protocol=protocol,
+        acceptance=acceptance(card["extra"].get("best")),
         training={k: scrubbed(record[k], places) for k in ("data", *SHOWN) if k in record},
     ).encode()
     return files
@@ -138,53 +136,3 @@ def scrubbed(text: str, places: Mapping[str, str]) -> str:
         return Path(found[0]).name if Path(*root).is_dir() else found[0]
 
     return ABSOLUTE.sub(bare, text)
-
-
-def measured(place: Path, card: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return what the report at `place` (or in that folder) says of this very head, the accepted
-    length of every shape with its 95 % interval, and how it was asked.
-
-    Raises UserError where it is no report, of another target, or tells nothing of that head.
-    """
-    path = place / "report.json" if place.is_dir() else place
-    weights, target = card["weights"]["sha256"], card["target"] or {}
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        same = report["target"].get("weights_sha256") == target.get("weights_sha256")
-        mine = [r for r in report["drafters"] if r.get("weights_sha256") == [weights] and same]
-        rows = [_row(r) for r in mine if r["accepted_length"]["low"] is not None]
-        protocol = _protocol(report["settings"])
-    except OSError as error:
-        raise UserError(f"report: {path}: {error.strerror}; give OUT of evaluate") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"report: {path} is no report of evaluate ({type(error).__name__}); give its OUT"
-        ) from None
-    if not rows:
-        raise UserError(
-            f"report: {path} measured no head with these weights ({weights[:12]}) on its target; "
-            "evaluate this one, or leave report out"
-        )
-    return rows, protocol
-
-
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    chain = f"chain of {int(row['max_depth'])}"
-    shape = chain if row["shape"] == "chain" else f"tree of {int(row['max_nodes'])} nodes"
-    return {
-        "shape": shape,
-        **{k: float(row["accepted_length"][k]) for k in ("mean", "low", "high")},
-    }
-
-
-def _protocol(how: dict[str, Any]) -> str:
-    """Return how the prompts were asked, in a line."""
-    name = PurePath(str(how["prompts"]["path"])).name.removeprefix("suite=")
-    heat, sha256 = float(how["temperature"]), str(how["prompts"]["sha256"])[:12]
-    return (
-        f"{int(how['num_prompts'])} prompts of {name} (sha256 {sha256}); "
-        f"{f'temperature {heat:g}' if heat else 'greedy'}; at most {int(how['max_new_tokens'])} "
-        f"new tokens; {str(how['dtype'])[:10]}, {int(how['batch_size'])} at a time; the bonus "
-        "token counted, cycles cut by an end of answer left out; 95 % bootstrap intervals over "
-        "prompts"
-    )

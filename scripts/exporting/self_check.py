@@ -30,18 +30,9 @@ class ExportCheck:
     logit."""
 
     prompts: int = 0
-    tokens: int = 0
-    error: float = 0.0
-    largest: float = 0.0
-
-    def json(self) -> dict[str, Any]:
-        """For the manifest and the model card."""
-        return {
-            "prompts": self.prompts,
-            "draft_tokens_equal": self.tokens,
-            "largest_logit_difference": self.error,
-            "largest_logit": self.largest,
-        }
+    draft_tokens_equal: int = 0
+    largest_logit_difference: float = 0.0
+    largest_logit: float = 0.0
 
     def add(self, theirs: Tensor, mine: Tensor) -> None:
         """Compare logits [K, V] behind a prompt. Raises UserError when they differ by more than
@@ -56,8 +47,9 @@ class ExportCheck:
                     f"differ from the head's by {error:.3g} (allowed {room:.3g}); nothing was "
                     "written"
                 )
-            self.error, self.largest = max(self.error, error), max(self.largest, largest)
-            self.tokens += 1
+            self.largest_logit_difference = max(self.largest_logit_difference, error)
+            self.largest_logit = max(self.largest_logit, largest)
+            self.draft_tokens_equal += 1
 
 
 def rounded(head: Head, keep: Callable[[Tensor], Tensor]) -> Any:

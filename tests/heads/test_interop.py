@@ -62,7 +62,10 @@ def test_an_export_is_read_back_and_drafts_what_the_head_drafts(
     head = random_head(target, kind, **keys)
     first = folder(tmp_path / "a", target, head, format)
     found = checked(first, format, head, target, prompts)
-    assert found.tokens == 3 * len(prompts) and found.error < 1e-4 * found.largest
+    assert (
+        found.draft_tokens_equal == 3 * len(prompts)
+        and found.largest_logit_difference < 1e-4 * found.largest_logit
+    )
     again, _ = read_head(read_folder(first), target)
     second = folder(tmp_path / "b", target, again, format)
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
@@ -81,7 +84,7 @@ def test_half_precision_is_compared_with_the_rounded_head(
     if scaled:
         head.net.scale.uniform_(0.2, 5.0)
     path = folder(tmp_path / "a", target, head, "vllm", dtype=torch.bfloat16)
-    assert checked(path, "vllm", head, target, prompts, torch.bfloat16).tokens == 6
+    assert checked(path, "vllm", head, target, prompts, torch.bfloat16).draft_tokens_equal == 6
     with pytest.raises(UserError, match="logits differ"):
         checked(path, "vllm", head, target, prompts)
 
