@@ -98,37 +98,23 @@ def test_what_was_measured_is_not_measured_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
-        stop_after(31, patch, ctrl_c)  # 20 of the first temperature, 2 prompts of the second
+        stop_after(27, patch, ctrl_c)  # 20 of the first temperature, a prompt of the second
         assert code_of(evaluate.main, *requested) == 130
     assert "run the same command again to continue" in capsys.readouterr().err
     unfinished = tmp_path / "out/unfinished"
     kept = {path.stem: len(path.read_text().splitlines()) for path in unfinished.glob("*.jsonl")}
-    assert kept == {"t0": PROMPTS, "t1": 2}
+    assert kept == {"t0": PROMPTS, "t1": 1}
     measured.clear()
     assert code_of(evaluate.main, *requested) == 0
-    assert len(measured) == (PROMPTS - 2) * 2 * 2, "three prompts, two turns, two drafters"
+    assert len(measured) == (PROMPTS - 1) * 2 * 2, "four prompts, two turns, two drafters"
+    names = [name for name, _ in measured[::2]]
+    assert names == ["ngram"] * 2 + ["none"] * 2 + ["ngram"] * 2 + ["none"] * 2, "by turns, as ever"
     assert "going on with what is measured in" in capsys.readouterr().err
     assert accepted(tmp_path / "out") == uninterrupted
     assert not unfinished.exists()
     measured.clear()
     assert code_of(evaluate.main, *requested) == 0
     assert len(measured) == PROMPTS * 2 * 2 * 2, "a finished one is a new one"
-
-
-def test_the_drafters_keep_their_turns(
-    requested: tuple[str, ...], measured: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who begins moves on with the prompts as if nobody had stopped."""
-    assert code_of(evaluate.main, *requested) == 0
-    whole = [name for name, *_ in measured]
-    measured.clear()
-    with monkeypatch.context() as patch:
-        stop_after(6, patch, ctrl_c)
-        assert code_of(evaluate.main, *requested) == 130
-    assert [name for name, *_ in measured] == whole[:6]
-    measured.clear()
-    assert code_of(evaluate.main, *requested) == 0
-    assert [name for name, *_ in measured] == whole[4:], "the prompt that was cut is asked again"
 
 
 def test_a_change_is_named_and_begins_anew(
@@ -165,22 +151,19 @@ def test_the_report_of_another_evaluation_is_not_replaced(
     assert len(json.loads(report.read_text())["drafters"]) == 1
 
 
-@pytest.mark.parametrize("held", ['{"asked": {"seed": 7}}', "no JSON"])
 @pytest.mark.parametrize(
-    ("main", "file", "words"),
+    ("main", "file", "held"),
     [
-        (tune.main, "tune.json", ["target=tiny", "drafter=ngram"]),
-        (certify.main, "certificate.json", ["target=tiny", "drafter=ngram"]),
-        (certify.main, "certificate.json", ["url=http://127.0.0.1:9"]),
+        (tune.main, "tune.json", '{"asked": {"seed": 7}}'),
+        (certify.main, "certificate.json", "no JSON"),
     ],
 )
 def test_nor_is_what_other_long_work_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Any, file: str, words: Any, held: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Any, file: str, held: str
 ) -> None:
     (tmp_path / file).write_text(held)
-    assert code_of(main, *words, f"out={tmp_path}") == 2
-    assert "exists" in (said := capsys.readouterr().err) and "overwrite=true" in said
-    assert (tmp_path / file).read_text() == held
+    assert code_of(main, "target=tiny", "drafter=ngram", f"out={tmp_path}") == 2
+    assert "overwrite=true" in capsys.readouterr().err and (tmp_path / file).read_text() == held
 
 
 def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:

@@ -84,11 +84,15 @@ def test_counts_that_are_none_are_no_answer() -> None:
 
 def test_counters_that_tell_nothing_are_not_zero() -> None:
     up, down = counted(9, 99, 90), counted(9, 99, 5)
-    assert risen(VLLM, down, up) == 85
-    assert risen(VLLM, up, down) is None  # started anew
-    assert risen(VLLM, "", up) == 90  # they appear with the first draft
-    assert risen(VLLM, "", "") == 0 and risen(OTHER, "", "") is None  # vLLM counts what it drafts
-    assert risen(OTHER, None, up) is None and risen(LLAMACPP, None, None) is None
+    for kind, before, after, rose in (
+        (VLLM, down, up, 85),
+        (VLLM, up, down, None),  # started anew
+        (VLLM, "", up, 90),  # they appear with the first draft
+        (VLLM, "", "", 0),  # vLLM counts what it drafts
+        (OTHER, "", "", None),
+        (OTHER, None, up, None),
+    ):
+        assert risen(kind, before, after) == rose
 
 
 # --- counters

@@ -217,15 +217,17 @@ def test_a_speed_that_cannot_be_is_never_the_winner() -> None:
 
     report = report_of(*measured(stall=faster))
     assert doubted(report, "head") and not doubted(report, "ngram")
-    assert (best(report["drafters"]) or {})["name"] == "ngram" and "ngram" in page.headline(report)[
-        0
-    ]
+    winner = best(report["drafters"])
+    assert winner is not None and winner["name"] == "ngram" and "ngram" in page.headline(report)[0]
 
     def busy(name: str, call: int, seconds: Any) -> Any:
         return seconds * (1 + 2.5 * (call % 2) if name == "head" else 1)
 
     assert doubted(report_of(*measured(stall=busy, count=8)), "head")
-    assert not any(row["doubts"] for row in report_of(*measured())["drafters"])
+    report = report_of(*measured())
+    assert not any(row["doubts"] for row in report["drafters"])
+    assert [row["name"] for row in report["ranking"]] == ["head", "ngram", "none"]
+    assert [row["rank"] for row in report["ranking"]] == [1, 2, 3]
     report = report_of(*measured(count=4))
     assert doubted(report, "head") and doubted(report, "ngram") and best(report["drafters"]) is None
 
@@ -242,14 +244,6 @@ def test_the_times_of_a_row_are_those_of_its_speed() -> None:
         spent = (row["draft_ms"] + row["verify_ms"]) * (row["cycles"] + row["cut_cycles"]["cycles"])
         each = 1000 / row["tokens_per_second"]
         assert spent / decoded == pytest.approx(0.95 * each, rel=0.02), row["name"]
-
-
-def test_the_ranking_is_in_the_order_of_speed() -> None:
-    report = report_of(*measured())
-    shown = [row["speedup"]["mean"] for row in report["ranking"]]
-    assert shown == sorted(shown, reverse=True) and len(shown) == len(ROWS)
-    ranks = [row["rank"] for row in report["ranking"]]
-    assert ranks == sorted(ranks)
 
 
 def test_a_pass_that_drafts_much_is_no_stall() -> None:
