@@ -34,7 +34,7 @@ def generation(length: float, rng: np.random.Generator, tokens: int = 48) -> Gen
     cycles, at = [], 1
     while at < tokens:
         accepted = min(int(rng.poisson(length - 1)), 2, tokens - at - 1) if length > 1 else 0
-        cycles.append(Cycle(2 * (length > 1), accepted, (0,) * accepted, False, at))
+        cycles.append(Cycle(2 * (length > 1), accepted, False, at))
         at += accepted + 1
     return Generation([1], list(range(tokens)), cycles, [False] * tokens, "length")
 
