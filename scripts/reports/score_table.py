@@ -94,7 +94,7 @@ def ranking(report: dict[str, Any]) -> Table:
         "the fastest first; a rank is 1 + how many of these rows are faster beyond chance "
         "(95 %, paired); = marks rows that chance may have parted from another"
     )
-    more: dict[str, Any] = {"notes": [note], "words": (0, -1), "prose": (tied,)}
+    more: dict[str, Any] = {"notes": [note], "words": (0, -1)}
     return Table.of(columns, report["ranking"], title=f"ranking, {title(report)}", **more)
 
 

@@ -29,8 +29,7 @@ class Table:
 
     title: what was measured, and how. notes: what its reader must know, a line each. words:
     columns that hold text and stand left, counted from either end; the others stand right.
-    best: number of the row that is marked. prose: in HTML, names of columns whose text may run
-    over several lines.
+    best: number of the row that is marked.
     """
 
     head: Sequence[str]
@@ -39,7 +38,6 @@ class Table:
     notes: Sequence[str] = ()
     words: Sequence[int] = (0,)
     best: int | None = None
-    prose: Sequence[str] = ()
 
     @classmethod
     def of(cls, columns: Columns, rows: Iterable[dict[str, Any]], **more: Any) -> Table:
@@ -54,6 +52,11 @@ class Table:
         rows = [[n, v if isinstance(v, str) else json.dumps(v)] for n, v in known.items()]
         return cls((), rows)
 
+    @property
+    def left(self) -> set[int]:
+        """Numbers of the columns that hold text."""
+        return {place % len(self.head) for place in self.words} if self.head else {0, 1}
+
     def show(self, console: Console | None = None) -> None:
         """Print it with title and notes."""
         console = console or Console()
@@ -64,9 +67,8 @@ class Table:
         drawn = rich.table.Table()
         if not self.head:
             drawn = rich.table.Table(box=None, show_header=False, pad_edge=False)
-        left = {place % len(self.head) for place in self.words} if self.head else {0, 1}
         for i, name in enumerate(self.head or ("", "")):
-            drawn.add_column(name, justify="left" if i in left else "right", overflow="fold")
+            drawn.add_column(name, justify="left" if i in self.left else "right", overflow="fold")
         for number, row in enumerate(self.rows):
             cells = list(row)
             if self.best is not None:
