@@ -3,19 +3,23 @@ scripts/tune.py left, `resolve_drafter` makes it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.conf.errors import UserError
 from outrider.decode.adaptive import Adaptive
 from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.load import published_weights
 from outrider.decode.ngram import DEPTH, NGram
 from outrider.decode.target import Target
 from outrider.decode.union import Union
 from outrider.heads import names, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import load_head, read_card, trained_for
-from outrider.heads.folders import find_head, head_folder, is_plain
+from outrider.heads.folders import card_in, find_head, head_folder, is_plain
 from outrider.heads.names import DraftSpec
 from outrider.heads.small_lm.plain import plain_folder, plain_model
 
@@ -41,6 +45,26 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
         drafter = Adaptive(drafter)
     drafter.name = spec
     return drafter
+
+
+def refuse_other(specs: Sequence[str], cfg: TargetConfig) -> None:
+    """Refuse heads that were trained for another target than `cfg` names, before any weights
+    are fetched: the target's, or those of a head on the hub. What is no head, or of a target
+    whose hash is not known yet, is judged when it is loaded. Raises UserError."""
+    wanted: str | None = None
+    for spec in specs:
+        cards = list[dict[str, str] | None]()
+        with contextlib.suppress(UserError):  # said by whoever loads it
+            places = [card_in(part.source) for part in names.parse(spec).each]
+            cards = [read_card(place)["target"] for place in places if place is not None]
+        for stored in filter(None, cards):
+            wanted = published_weights(cfg) if wanted is None else wanted
+            if wanted and stored["weights_sha256"] != wanted and not cfg.allow_other:
+                raise UserError(
+                    f"drafters: {spec}: the head was trained for another target "
+                    f"({stored['name']}, weights {stored['weights_sha256'][:12]}, not "
+                    f"{wanted[:12]}); use that one, or train a head for this one"
+                )
 
 
 def _single(draft: DraftSpec, name: str, target: Target) -> Drafter:

@@ -38,6 +38,11 @@ def head_in(path: str) -> Path | None:
     return next((place for place in places if (place / CARD).is_file()), None)
 
 
+def card_in(path: str) -> Path | None:
+    """Do as `head_in`; of a head on the hub its card alone is fetched."""
+    return hub.card(path) if path.startswith(HUB) else head_in(path)
+
+
 def find_head(path: str) -> Path:
     """Do as `head_in`. Raises UserError when there is none."""
     try:

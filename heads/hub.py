@@ -47,7 +47,16 @@ def head(name: str) -> Path:
     """Fetch the head at hub:OWNER/NAME[@REVISION], where it is not here yet; its folder.
 
     Raises UserError where it cannot be fetched or holds no head in our own form."""
-    place = _fetched(name, OWN, ["*/*/*"])
+    return _own(name, OWN)
+
+
+def card(name: str) -> Path:
+    """Do as `head`, and fetch its head.json alone."""
+    return _own(name, [f"{HEAD}/{CARD}", CARD])
+
+
+def _own(name: str, wanted: list[str]) -> Path:
+    place = _fetched(name, wanted, ["*/*/*"])
     for folder in (place / HEAD, place):
         if (folder / CARD).is_file():
             return folder

@@ -38,7 +38,7 @@ from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads.drafters import resolve_drafter
+from outrider.heads.drafters import refuse_other, resolve_drafter
 from outrider.scripts.certificate import server_asked
 from outrider.scripts.certificate.config import CertifyConfig
 from outrider.scripts.certificate.controls import run_controls
@@ -90,6 +90,7 @@ def fitting(path: str, known: list[Prompt], target: Target) -> list[list[int]]:
 def certified(cfg: CertifyConfig, out: Path) -> int:
     """Run every layer, write, say the verdict: the exit code."""
     known = load_prompts(Path(cfg.prompts))
+    refuse_other([cfg.drafter], cfg.target)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     cfg.sampling().check_vocab(target.vocab_size)
     for line in facts.notes(target, cfg.sampling()):

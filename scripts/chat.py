@@ -28,7 +28,7 @@ from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, gener
 from outrider.decode.models.load import load_target
 from outrider.decode.stats import accepted_length, split
 from outrider.decode.text import Stream
-from outrider.heads.drafters import resolve_drafter
+from outrider.heads.drafters import refuse_other, resolve_drafter
 from outrider.scripts.common.config import ChatConfig
 from outrider.scripts.common.prompts import chat_ids
 
@@ -84,6 +84,7 @@ class Conversation:
 
         self.cfg = cfg
         self.sampling = cfg.sampling()
+        refuse_other([cfg.drafter], cfg.target)
         self.target = load_target(cfg.target, cfg.dtype)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
         self.console = Console(highlight=False, soft_wrap=True)

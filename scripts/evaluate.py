@@ -44,6 +44,7 @@ from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.target import Target
+from outrider.heads.drafters import refuse_other
 from outrider.heads.parity import Parity
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
@@ -86,6 +87,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> int:
     skipped: list[dict[str, str]] = []
     prompts, source = requested(cfg, skipped)
     out.mkdir(parents=True, exist_ok=True)
+    refuse_other(cfg.drafters, cfg.target)
     target = load_target(cfg.target, cfg.dtype, cfg.device, planned(cfg, prompts))
     prompts = fitting(prompts, target, cfg.max_new_tokens, skipped)
     for line in facts.notes(target, cfg.sampling()):

@@ -29,6 +29,7 @@ from outrider.decode.models.load import DTYPES, load_target
 from outrider.decode.target import Target
 from outrider.heads import tuned
 from outrider.heads.checkpoint import load_head, read_card, staged
+from outrider.heads.drafters import refuse_other
 from outrider.heads.folders import find_head, is_plain
 from outrider.heads.interop import ENGINE, MANIFEST, architecture, refusals
 from outrider.heads.names import DraftSpec
@@ -54,6 +55,7 @@ def main(cfg: ExportConfig) -> int:
             "(vLLM: method draft_model; SGLang: STANDALONE; llama.cpp: through its converter); "
             "there is nothing to export"
         )
+    refuse_other([cfg.drafter], cfg.target)
     source = find_head(cfg.drafter)
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"out: {out} holds the drafter itself; give another folder")

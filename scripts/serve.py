@@ -45,7 +45,7 @@ from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.text import Stream
-from outrider.heads.drafters import resolve_drafter
+from outrider.heads.drafters import refuse_other, resolve_drafter
 from outrider.heads.names import NONE
 from outrider.scripts.common.prompts import chat_ids
 from outrider.scripts.serve_http.config import ServeConfig
@@ -474,6 +474,7 @@ def main(cfg: ServeConfig) -> int:
         said = f"{cfg.host}:{cfg.port} cannot be listened on ({error.strerror})"
         raise UserError(f"port: {said}; give another, or port=0 for any free one") from None
     plan = MemoryPlan(cfg.batch_size, cfg.longest, 64)  # nodes of a draft tree
+    refuse_other(cfg.drafters, cfg.target)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     target.pack_weights()  # before anybody waits for it
     room = BatchLimits(cfg.batch_size, min(cfg.longest, target.context_length))

@@ -22,7 +22,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
-from outrider.heads.drafters import drafter_folder, settings_folder
+from outrider.heads.drafters import drafter_folder, refuse_other, settings_folder
 from outrider.heads.names import DraftSpec, parse
 from outrider.heads.tuned import DECODE
 from outrider.scripts.common import files
@@ -50,6 +50,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
             f"drafter: {cfg.drafter}: a union drafts as its drafters were tuned; tune each by "
             f"itself, the first with drafter={draft.parts[0].source}"
         )
+    refuse_other([cfg.drafter], cfg.target)
     drafter_folder(draft)  # what is not there is said before the target is loaded
     longest = (
         max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2

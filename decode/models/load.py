@@ -8,6 +8,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from outrider.decode.models import memory, packed, quantize, tiny
 from outrider.decode.models.config import DTYPES as DTYPES
 from outrider.decode.models.config import TargetConfig as TargetConfig
 from outrider.decode.models.identity import (
+    WHOLE,
     Identity,
+    sha256_joined,
     sha256_state,
     sha256_template,
     sha256_tokenizer,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 # The same weights once more in a repository, in forms that transformers does not read.
 TWICE = ["consolidated*", "original/*", "metal/*"]
+PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def load_target(
@@ -170,6 +174,26 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _check(cfg: TargetConfig) -> None:
     if problems := faults(cfg, "target."):
         raise UserError("; ".join(problems))
+
+
+def published_weights(cfg: TargetConfig) -> str:
+    """Return the identity's hash of a target's weights before they are fetched, where that is
+    known: of what packages carry, and of a repository by its list of files; else ""."""
+    if cfg.kind in TARGETS:
+        return TARGETS[cfg.kind].converted
+    if cfg.kind != "hub":
+        return ""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(library_name="outrider")
+        info = api.model_info(cfg.name, revision=cfg.revision, files_metadata=True)
+    except Exception:  # no network: what is in the cache is judged as it is loaded
+        return ""
+    listed = {one.rfilename: one.lfs.sha256 for one in info.siblings or () if one.lfs}
+    whole = {name: found for name, found in listed.items() if name == WHOLE}
+    parts = {name: found for name, found in listed.items() if PART.fullmatch(name)}
+    return sha256_joined(whole or parts) if whole or parts else ""
 
 
 def source_folder(cfg: TargetConfig, weights: bool = True) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
+from outrider.decode.models.identity import sha256_weights
+from outrider.decode.models.load import TargetConfig, published_weights
 from outrider.heads import hub
 from outrider.heads.checkpoint import load_head, read_card, save_head
-from outrider.heads.drafters import resolve_drafter
+from outrider.heads.drafters import refuse_other, resolve_drafter
 from outrider.heads.folders import find_head, head_in, is_plain
 from outrider.heads.names import parse
 from outrider.heads.warm import Start
@@ -130,3 +133,22 @@ def test_what_goes_wrong_is_one_line_with_the_fix(server: FakeHub) -> None:
             find_head(name)
         line = str(raised.value)
         assert line.startswith(f"drafters: {name}: ") and "\n" not in line
+
+
+def test_a_head_of_another_target_is_refused_before_weights_are_fetched(
+    server: FakeHub, eagle: Path, tmp_path: Path
+) -> None:
+    """By its card alone, and what the hub tells of the target's files."""
+    server.put("me/x", own(eagle))
+    files = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 9 for n in (1, 2)}
+    server.put("org/t", {**files, "consolidated.safetensors": b"twice"})
+    (tmp_path / "t").mkdir()
+    for name, data in files.items():
+        (tmp_path / "t" / name).write_bytes(data)
+    other = TargetConfig(kind="hub", name="org/t")
+    assert published_weights(other) == sha256_weights(tmp_path / "t")
+    with pytest.raises(UserError, match="another target"):
+        refuse_other(["none", "hub:me/x@tree"], other)
+    assert not [*server.folder.rglob("*.safetensors")]
+    refuse_other(["hub:me/x"], replace(other, allow_other=True))
+    refuse_other(["hub:me/x"], TargetConfig(kind="hub", name="org/unknown"))

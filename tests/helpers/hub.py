@@ -4,6 +4,7 @@ huggingface_hub that are made."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -89,12 +90,18 @@ class FakeHub:
             (place / path).write_bytes(files[path])
         return str(place)
 
-    def model_info(self, name: str, revision: str | None = None) -> Any:
+    def model_info(
+        self, name: str, revision: str | None = None, files_metadata: bool = False
+    ) -> Any:
         """As the client's own."""
         self._asked("model_info")
         commit, files = self._at(name, revision)
         card = huggingface_hub.ModelCard(files.get("README.md", b"").decode())
-        siblings = [types.SimpleNamespace(rfilename=path) for path in files]
+        siblings = [types.SimpleNamespace(rfilename=path, lfs=None) for path in files]
+        for one in siblings if files_metadata else ():
+            if one.rfilename.endswith(".safetensors"):
+                digest = hashlib.sha256(files[one.rfilename]).hexdigest()
+                one.lfs = types.SimpleNamespace(sha256=digest)
         return types.SimpleNamespace(
             sha=commit,
             siblings=siblings,

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from outrider.decode.models import load
 from outrider.heads.checkpoint import save_head
 from outrider.scripts.export import main
 from outrider.scripts.exporting import write
@@ -214,3 +215,16 @@ def test_a_separate_draft_is_a_plain_folder(
     monkeypatch.setattr(write.AutoModelForCausalLM, "from_pretrained", wrong)
     assert run(prompts, *args, "format=transformers", "overwrite=true") == 2
     assert "logits differ" in capsys.readouterr().err
+
+
+def test_a_head_of_another_target_is_refused_before_that_is_fetched(
+    target, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def fetched(*_: Any) -> Any:
+        raise AssertionError("the target is fetched")
+
+    monkeypatch.setattr(load, "ensure", fetched)
+    keys = (f"drafter={saved(tmp_path, target, 'eagle3')}", "format=vllm", f"out={tmp_path / 'o'}")
+    with pytest.raises(SystemExit) as stop:
+        main(["target=smollm2", *keys])
+    assert stop.value.code == 2 and "another target" in capsys.readouterr().err
