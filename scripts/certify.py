@@ -136,7 +136,7 @@ def table(certificate: dict[str, Any]) -> Table:
     rows = [
         [
             layer["name"],
-            "passed" if layer["passed"] else f"FAILED: {layer['why']}",
+            {True: "passed", None: "NOT RUN"}.get(layer["passed"], f"FAILED: {layer['why']}"),
             EVIDENCE[layer["name"]].format(**layer, count=len(layer.get("tests", ()))),
         ]
         for layer in certificate["layers"]

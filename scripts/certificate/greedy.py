@@ -68,6 +68,7 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
         "prompts": len(written),
         "tokens": sum(len(g.token_ids) for g in written),
         "drafted_tokens": sum(sum(g.from_draft) for g in written),
+        "cycles_with_a_draft": sum(c.proposed > 0 for g in written for c in g.cycles),
         "rounding_ties": len(divergences) - defects,
         "defects": defects,
         "not_the_verifiers_best": other,

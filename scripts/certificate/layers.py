@@ -27,7 +27,8 @@ from outrider.scripts.certificate.setup import CertificatePlan, CertifySetup
 from outrider.scripts.common.progress import OnProgress
 
 CASE_LIMIT = 1e-12
-FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
+# cycles with a draft below which the last layer says little about a drafter
+FEWEST_DRAFTS = {"sampling": 100, "greedy": 1}
 
 
 def run_layers(setup: CertifySetup, drafter: Drafter) -> list[dict[str, Any]]:
@@ -92,20 +93,25 @@ def verdict(
     drafts: bool = True,
 ) -> tuple[str, list[str]]:
     """Return the three-valued verdict and its reasons, from what certificate.json holds:
-    "not lossless" when a layer fails; "undecided" when none does but a control got through,
-    or the sample could have missed a shift of `detect`, or hardly met a draft; "lossless"
-    otherwise. drafts: the drafter drafts at all."""
-    failed = [f"layer {layer['name']}: {layer['why']}" for layer in layers if not layer["passed"]]
+    "not lossless" when a layer fails; "undecided" when none does but one could not run, or a
+    control got through, or the sample could have missed a shift of `detect`, or the last layer
+    hardly met a draft; "lossless" otherwise. drafts: the drafter drafts at all."""
+    failed = [layer for layer in layers if layer["passed"] is False]
     if failed:
-        return "not lossless", failed
+        return "not lossless", [f"layer {layer['name']}: {layer['why']}" for layer in failed]
+    idle = [layer["name"] for layer in layers if layer["passed"] is None]
     missed = [c for c in controls if not c["rejected"]]
-    open_points = [f"control not rejected by layer {c['layer']}: {c['name']}" for c in missed]
+    open_points = [
+        f"layer {name} had too few tokens for one test; set tokens higher" for name in idle
+    ]
+    open_points += [f"control not rejected by layer {c['layer']}: {c['name']}" for c in missed]
     if not bound["enough"]:
         open_points.append(f"{bound['tokens']} tokens are too few for `detect`; set tokens higher")
-    for layer in layers if drafts else ():
-        if (cycles := layer.get("cycles_with_a_draft", FEWEST_DRAFTS)) < FEWEST_DRAFTS:
-            open_points.append(
-                f"the drafter proposed something in {cycles} cycles only, fewer than "
-                f"{FEWEST_DRAFTS}; set tokens higher, or take prompts where it proposes drafts"
-            )
+    last = layers[-1]
+    fewest = FEWEST_DRAFTS[last["name"]]
+    if drafts and last["cycles_with_a_draft"] < fewest:
+        open_points.append(
+            f"the drafter proposed something in {last['cycles_with_a_draft']} cycles only, fewer "
+            f"than {fewest}; set tokens higher, or take prompts where it proposes drafts"
+        )
     return ("undecided", open_points) if open_points else ("lossless", [])

@@ -88,7 +88,8 @@ class Sample:
         return uniformity.overall(self.tests())
 
     def json(self, alpha: float) -> dict[str, Any]:
-        """Return the layer in certificate.json."""
+        """Return the layer in certificate.json; it neither passed nor failed (None) where there
+        were too few tokens for one test."""
         tests, outside, why = self.tests(), int(self.outside.sum()), ""
         p = uniformity.overall(tests)
         if self.mismatches:
@@ -103,7 +104,7 @@ class Sample:
             why = f"{worst}, all tests together {p:.3g} < alpha = {alpha:g}"
         return {
             "name": "sampling",
-            "passed": not why,
+            "passed": not why if tests or why else None,
             "why": why,
             "tokens": len(self.u),
             "alpha": alpha,

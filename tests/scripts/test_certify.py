@@ -329,8 +329,19 @@ def test_verdict_has_three_values() -> None:
     assert decided(GOOD, missed, BOUND) == "undecided"
     assert decided(GOOD, CAUGHT, {**BOUND, "enough": False}) == "undecided"
     assert decided({**GOOD, "cycles_with_a_draft": 3}, CAUGHT, BOUND) == "undecided"
-    greedy = {"name": "greedy", "passed": True}
+    greedy = {"name": "greedy", "passed": True, "cycles_with_a_draft": 1}
     assert decided(greedy, CAUGHT, layers.bound([greedy], 1e-4, 0.1)) == "lossless"
+
+
+def test_a_layer_that_could_not_run_is_not_passed(small: Any) -> None:
+    """Too few tokens for one test; a drafter that never drafted."""
+    setup, drafter = small
+    sample = sampling_layer(of(setup, tokens=100), drafter).json(1e-4)
+    assert sample["tests"] == [] and not sample["passed"]
+    seen = {"tokens": 100, "enough": True}
+    assert layers.verdict([{**sample, "cycles_with_a_draft": 500}], [], seen)[0] == "undecided"
+    silent = greedy_layer(setup, NoDraft())
+    assert layers.verdict([silent], [], layers.bound([silent], 1e-4, 0.1))[0] == "undecided"
 
 
 TINY = ("target=tiny", "target.hidden=32", "target.init_std=0.3", "cases=5", "greedy_prompts=2")
