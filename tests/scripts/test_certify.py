@@ -369,6 +369,18 @@ def test_command_writes_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["certificate.json"]
 
 
+def test_the_whole_time_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def begun(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(certify, "open_setup", begun)
+    assert command(tmp_path / "c", "drafter=ngram", "temperature=1") == (130, {})
+    said = capsys.readouterr().err
+    assert "5 small models, 16 greedy and 400 sampled tokens, 3 controls: about " in said
+
+
 def test_command_at_temperature_zero(tmp_path: Path) -> None:
     code, found = command(tmp_path / "a", "drafter=ngram", "temperature=0")
     assert (code, found["verdict"]) == (0, "lossless") and found["bound"]["tokens"] == 0
@@ -377,7 +389,7 @@ def test_command_at_temperature_zero(tmp_path: Path) -> None:
 
 def test_command_finds_a_broken_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: Any = {"cases": 40, "greedy_prompts": 2, "greedy_tokens": 8}
-    wrong = CertificatePlan(Sampling(0.0), 0, 0, 1, **keys, rule=wrong_rules.rejected_token_stays)
+    wrong = CertificatePlan(Sampling(0.0), 1, 1, 1, **keys, rule=wrong_rules.rejected_token_stays)
     monkeypatch.setattr(certify.CertifyConfig, "plan", lambda cfg: wrong)
     code, found = command(tmp_path / "c", "drafter=none", "temperature=0")
     assert (code, found["verdict"]) == (1, "not lossless")
