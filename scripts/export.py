@@ -62,7 +62,9 @@ def main(cfg: ExportConfig) -> int:
     card = read_card(source)
     target = load_target(cfg.target, "float32", cfg.device)
     head = load_head(source, target)
-    name = cfg.verifier or target_name(cfg, target)
+    # by which an engine loads the target: its repository, else its folder
+    named = cfg.target.name if cfg.target.kind == "hub" else getattr(target.identity, "path", "")
+    name = cfg.verifier or named
     if refused := refusals(cfg.format, head, target, name):
         raise UserError(f"format={cfg.format}: {'; '.join(refused)}")
     if gone := ENGINE[cfg.format].gone(head.kind):
@@ -83,7 +85,7 @@ def main(cfg: ExportConfig) -> int:
         chain = twin.drafter(target, DraftSpec(shape="chain"))
         asked = [ids.tolist() for ids in prompts]
         wanted = contract.expected(target, chain, asked, depth, cfg.max_new_tokens)
-        files.write_json(stage / contract.NAME, wanted.json())
+        files.write_json(stage / contract.NAME, asdict(wanted))
         files.write_text(stage / "README.md", export_card.page(about))
         files.write_json(stage / MANIFEST, export_card.manifest(stage, about))
     print(
@@ -91,14 +93,6 @@ def main(cfg: ExportConfig) -> int:
         f"{check.draft_tokens_equal} positions; how to serve it: {out / 'README.md'}"
     )
     return 0
-
-
-def target_name(cfg: ExportConfig, target: Target) -> str:
-    """Return what an engine loads the target by: its repository, else its folder; "" where
-    there is none (target=tiny)."""
-    if cfg.target.kind == "hub":
-        return cfg.target.name
-    return target.identity.path if target.identity is not None else ""
 
 
 def check_prompts(cfg: ExportConfig, target: Target) -> list[torch.Tensor]:

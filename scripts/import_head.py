@@ -26,7 +26,6 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
-from outrider.decode.models.identity import Identity
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
 from outrider.heads import hub
@@ -98,17 +97,11 @@ def main(cfg: ImportConfig) -> int:
 
 def same_target(foreign: Foreign, target: Target) -> None:
     """An export of ours names its target by hash. Raises UserError when it is another one."""
-    said = (foreign.manifest or {}).get("target")
-    if not isinstance(said, dict) or target.identity is None:
-        return
-    try:
-        differences = Identity.from_json(said).differences(target.identity)
-    except KeyError:
-        return
-    if differences:
+    said, mine = (foreign.manifest or {}).get("target"), target.identity
+    if isinstance(said, dict) and mine and said.get("weights_sha256") != mine.weights_sha256:
         raise UserError(
             f"from: {foreign.folder}: was exported for another target "
-            f"({'; '.join(differences)}); give that one"
+            f"(weights_sha256 {said.get('weights_sha256')!s:.12}); give that one"
         )
 
 

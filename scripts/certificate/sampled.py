@@ -163,7 +163,7 @@ def placed(
 ) -> dict[str, np.ndarray]:
     """Return what a sample holds of the tokens `line`, which begin the generation `g`."""
     count, start = len(line), len(g.prompt_ids)
-    cycle, depth = cycles(g)[:count], depths(g)[:count]
+    cycle, depth = (numbers[:count] for numbers in cycles(g))
     text, tokens = [*g.prompt_ids, *g.token_ids], [token for token, _ in line]
     past = [text[:end] for end in range(start, start + count)] if sampling.uses_history else ()
     logits = torch.stack([kept for _, kept in line])
@@ -195,17 +195,10 @@ def strata(g: Generation, depth: np.ndarray, cycle: np.ndarray) -> np.ndarray:
     return np.stack(masks, 1)
 
 
-def _starts(generation: Generation) -> np.ndarray:
-    """Return the first token of every cycle; 0: the prefill's, a cycle of its own."""
-    return np.array([0, *(c.start for c in generation.cycles)])
-
-
-def cycles(generation: Generation) -> np.ndarray:
-    """Return the number of every token's cycle."""
+def cycles(generation: Generation) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of every token's cycle (0: the prefill's, a cycle of its own), and its
+    place there."""
+    starts = np.array([0, *(c.start for c in generation.cycles)])
     tokens = np.arange(len(generation.token_ids))
-    return np.searchsorted(_starts(generation), tokens, side="right") - 1
-
-
-def depths(generation: Generation) -> np.ndarray:
-    """Return the place of every token in its cycle."""
-    return np.arange(len(generation.token_ids)) - _starts(generation)[cycles(generation)]
+    cycle = np.searchsorted(starts, tokens, side="right") - 1
+    return cycle, tokens - starts[cycle]

@@ -5,7 +5,6 @@ Bets on alternatives: what may be wrong with a decoder, each as a distribution r
 before the token is. Where tokens come from p, the product of r(x) / p(x) reaches 1 / a with
 probability a at most, for any number of tokens and for any mean of such products (Ville 1939).
 Transforms: the token's place in its distribution is uniform (uniformity.py).
-Repeats: two free answers to one prompt part soon.
 
 Shape letters: N tokens, n of them among the likeliest, K tokens of a distribution.
 """
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from outrider.scripts.certificate.server_places import JudgedAnswer, Places, places, powered
 from outrider.scripts.certificate.uniformity import Test, independence, overall, uniformity
@@ -37,7 +35,6 @@ ALTERNATIVES = (
 BEYOND = "tokens beyond the likeliest"
 EXPONENTS = (0.4, 0.6, 0.75, 0.87, 1.15, 1.4, 1.8, 2.5, 6.0)
 SHARES = (0.01, 0.05, 0.2, 0.6)  # of the tokens that may be brought from beyond the likeliest
-EQUAL, AGAIN = 8, "tokens in common with an earlier answer"
 HOTTEST, COLDEST = 1 / 64, 64.0  # exponents b between which a temperature is looked for
 ALL = "all tokens"
 
@@ -114,8 +111,7 @@ def run_tests(known: Places, seed: int) -> list[Test]:
     masks, all_levels = strata(known), known.of("level", known.whole)
     levels = {f"{n:g} at a time": all_levels == n for n in np.unique(all_levels)}
     found = bets(known, masks) + beyond_bets(known.beyond, known.most, levels)
-    found += [*uniform_tests(known, masks, seed), repeats(known)]
-    return sorted(found, key=lambda test: test.p)
+    return sorted([*found, *uniform_tests(known, masks, seed)], key=lambda test: test.p)
 
 
 def together(found: Sequence[Test]) -> float:
@@ -141,7 +137,7 @@ def strata(known: Places) -> dict[str, np.ndarray]:
 
 def alternatives(known: Places) -> dict[str, np.ndarray]:
     """log r(x) / p(x) of every token, [S, n] for S strengths of each of ALTERNATIVES."""
-    rows, p = known.rows, known.probs
+    rows, p = np.arange(len(known.own)), np.exp(known.logs)
     own, before = p[rows, known.own], p.cumsum(1) - p
 
     def within(keep: np.ndarray, *shares: float) -> list[np.ndarray]:
@@ -190,13 +186,13 @@ def _won(name: str, stratum: str, ratios: np.ndarray) -> Test:
     return Test(name, stratum, ratios.shape[1], total, math.exp(-min(max(total, 0.0), 700)))
 
 
-# --- transforms and repeats
+# --- transforms
 
 
 def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> list[Test]:
     """Return the tests of single tokens in every stratum, of neighbours in an answer, of
     answers at once."""
-    rows, p = known.rows, known.probs
+    rows, p = np.arange(len(known.own)), np.exp(known.logs)
     token = known.ids[rows, known.own]
     below = {
         "by probability": (p.cumsum(1) - p)[rows, known.own],
@@ -217,24 +213,6 @@ def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> lis
             joined = (step[:, :-1] == 0).all(1) & (step[:, -1] == 1)
             found += independence(u[ranked], joined, name, order)
     return found
-
-
-def repeats(known: Places) -> Test:
-    """Count answers that begin as an earlier one to their prompt does, beside how many
-    should: two free ones part soon, those of a cache that is read whatever the seed do not."""
-    starts: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = {}
-    again, expected = 0, 0.0
-    for number, answer in enumerate(known.answers):
-        mine = np.flatnonzero(known.answer == number)[:EQUAL]
-        if known.place[mine].tolist() != list(range(EQUAL)):
-            continue  # shorter, or a token beyond the likeliest: nothing is known of it
-        earlier = starts.setdefault((tuple(answer.prompt), answer.temperature), {})
-        again += (start := tuple(answer.tokens[:EQUAL])) in earlier
-        expected += sum(earlier.values())
-        earlier[start] = math.exp(known.logs[mine, known.own[mine]].sum())
-    counts = torch.tensor([again, max(expected, 1e-300)], dtype=torch.float64)
-    p = float(torch.special.gammainc(*counts)) if again else 1.0  # of so many or more (Poisson)
-    return Test(AGAIN, "answers to one prompt", len(known.answers), again, p)
 
 
 # --- the temperature

@@ -77,16 +77,6 @@ class Places:
         values = np.array([getattr(answer, key) for answer in self.answers])
         return values[self.answer if numbers is None else numbers]
 
-    @property
-    def probs(self) -> np.ndarray:
-        """[n, K] of the likeliest tokens."""
-        return np.exp(self.logs)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """[n] numbers of the tokens."""
-        return np.arange(len(self.own))
-
 
 class _Place(NamedTuple):
     """kept: the tokens that any truncation leaves; at: where the answer's own stands there, -1

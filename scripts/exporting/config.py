@@ -34,7 +34,7 @@ class ExportConfig:
     overwrite: bool = False
     # float32, bfloat16 or float16, with format=gguf also q8_0; bfloat16 holds a bfloat16 target's
     # weights as they are, which float16 rounds; null = as the head was imported, else float32
-    dtype: str | None = None
+    dtype: Annotated[str, one_of((*DTYPES, "q8_0"))] | None = None
     # name or folder by which the engine loads the target; empty = its repository, else its
     # folder
     verifier: str = ""
@@ -55,17 +55,12 @@ class ExportConfig:
 
     def validate(self) -> list[str]:
         """Return problems as "key: value; rule; fix"."""
-        found: list[str] = []
-        known = (*DTYPES, *(["q8_0"] if self.format == "gguf" else []))
-        if self.dtype is not None and self.dtype not in known:
-            found.append(
-                f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "
-                "takes"
-            )
+        if self.dtype == "q8_0" and self.format != "gguf":
+            return ["dtype: q8_0 is for format=gguf; leave it out"]
         if bool(self.tokenizer_from) != (self.format == "gguf"):
             fix = "leave it out" if self.tokenizer_from else "give the target's GGUF file"
-            found.append(f"tokenizer_from: {self.tokenizer_from!r}; is for format=gguf; {fix}")
-        return found
+            return [f"tokenizer_from: {self.tokenizer_from!r}; is for format=gguf; {fix}"]
+        return []
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError
@@ -73,12 +73,6 @@ class Contract:
     stop: list[Count]
     prompts: Annotated[list[Row], MinLen(1)]
     format: Literal[2] = 2
-
-    def json(self) -> dict[str, Any]:
-        """Return the file; the accepted length in it is for people."""
-        cycles = [accepted for row in self.prompts for accepted in row.accepted]
-        length = 1 + sum(cycles) / max(len(cycles), 1)
-        return {"temperature": 0, "accepted_length": length, **asdict(self)}
 
 
 def load(path: Path) -> Contract:

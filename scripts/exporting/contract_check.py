@@ -19,8 +19,6 @@ from outrider.scripts.scoring.counters import Rise, rise
 from outrider.scripts.scoring.server_forms import Reply, ServerRequest
 from outrider.scripts.scoring.servers import Address, Endpoint
 
-SHOWN = 3  # faults that are printed
-
 
 @dataclass(frozen=True)
 class Parting:
@@ -159,9 +157,7 @@ def summary(found: dict[str, Any]) -> list[str]:
     line = f"answers: {found['equal']} of {found['answers']} as expected"
     if ties:
         line += f", {ties} part at near ties ({found['not_compared']} tokens behind not compared)"
-    lines = [line, *faults[:SHOWN]]
-    if len(faults) > SHOWN:
-        lines.append(f"and {len(faults) - SHOWN} more")
+    lines = [line, *faults]
     if said is None:
         why = found["counters"] or "the server tells none (no counters, or it does not speculate)"
         lines.append(f"acceptance: {why}")

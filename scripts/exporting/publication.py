@@ -32,6 +32,8 @@ Files = dict[str, bytes | Path]  # by their place in the repository, their conte
 
 def gathered(cfg: PushConfig) -> Files:
     """Put together everything that goes up. Raises UserError for what cannot be published."""
+    from huggingface_hub import ModelCardData
+
     if cfg.run.startswith(HUB):
         raise UserError(
             f"run: {cfg.run}: is on the hub already; give a run folder or a head folder"
@@ -49,9 +51,17 @@ def gathered(cfg: PushConfig) -> Files:
     if cfg.export:
         more, manifest = export_files(cfg, card, places)
         files |= more
+    metadata = ModelCardData(
+        license=cfg.license,
+        library_name=LIBRARY,
+        pipeline_tag="text-generation",
+        base_model=base or None,
+        datasets=cfg.datasets or None,
+        tags=[*filter(None, ("speculative-decoding", card["kind"], manifest.get("engine_format")))],
+    )
     files["README.md"] = render(
         "published.md",
-        metadata=metadata(cfg, card["kind"], base, manifest),
+        metadata=metadata.to_yaml(),
         title=title(card["kind"]),
         repository=cfg.repository,
         base_model=base,
@@ -63,22 +73,6 @@ def gathered(cfg: PushConfig) -> Files:
         training={k: scrubbed(record[k], places) for k in ("data", *SHOWN) if k in record},
     ).encode()
     return files
-
-
-def metadata(cfg: PushConfig, kind: str, base: str, manifest: dict[str, Any]) -> str:
-    """Return what the hub reads of a card."""
-    from huggingface_hub import ModelCardData
-
-    engine = [str(manifest["engine_format"])] if manifest else []
-    data = ModelCardData(
-        license=cfg.license,
-        library_name=LIBRARY,
-        pipeline_tag="text-generation",
-        base_model=base or None,
-        datasets=cfg.datasets or None,
-        tags=["speculative-decoding", kind, *engine],
-    )
-    return str(data.to_yaml())
 
 
 def head_files(card: dict[str, Any], folder: Path, places: Mapping[str, str]) -> Files:

@@ -227,7 +227,7 @@ def test_the_strata_of_an_answer() -> None:
         made.append(Cycle(3 if i < 5 else 0, count, False, start))
         start += count + 1
     answer = Generation([1], list(range(start)), made, [False] * start)
-    depths, cycles = sampled.depths(answer), sampled.cycles(answer)
+    cycles, depths = sampled.cycles(answer)
     assert depths.tolist() == [0, 0, 1, 0, 0, 0, 1, 2, 3, 0, 1, 0]
     found = sampled.strata(answer, depths, cycles)
     places = {name: np.flatnonzero(found[:, g]).tolist() for g, name in enumerate(sampled.GROUPS)}

@@ -10,7 +10,7 @@ import random
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +158,14 @@ def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: T
     """Whatever stands in place of one of its values, or does not stand there at all."""
     wanted = contract.expected(target, DraftModel(draft, 3), PROMPTS[:1], 3, LIMIT)
     place = tmp_path / contract.NAME
-    place.write_text(json.dumps(wanted.json()))
+    place.write_text(json.dumps(asdict(wanted)))
     assert contract.load(tmp_path) == wanted
     for within, key in (
         *[("", field.name) for field in fields(Contract) if field.name != "format"],
         *[("prompts", field.name) for field in fields(Row)],
     ):
         for value in (*HOSTILE, ...):
-            broken = wanted.json()
+            broken = asdict(wanted)
             part = broken["prompts"][0] if within else broken
             if value is ...:
                 del part[key]
@@ -181,7 +181,7 @@ def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: T
 
 def test_lists_that_do_not_go_together(tmp_path: Path) -> None:
     row = Row([5], [1, 2], "", [2, 1], [1, 0], [[3], []])
-    value = Contract(8, 2, [0], [row, row]).json()
+    value = asdict(Contract(8, 2, [0], [row, row]))
     for wrong in ({"accepted": [1]}, {"near": [[3]]}):
         rows = [value["prompts"][0], value["prompts"][1] | wrong]
         (tmp_path / contract.NAME).write_text(json.dumps(value | {"prompts": rows}))

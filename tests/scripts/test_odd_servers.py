@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_a_check_says_what_is_wrong_with_the_counters(target: Target, tmp_path, 
         return vllm(found.token_ids, found.finish == "eos")
 
     wanted = contract.expected(target, NGram(), [[5, 6, 5, 6, 5], [7, 8, 9]], 3, 8)
-    (tmp_path / contract.NAME).write_text(json.dumps(wanted.json()))
+    (tmp_path / contract.NAME).write_text(json.dumps(asdict(wanted)))
     pages = itertools.chain([counted(9, 40, 20)], itertools.repeat(counted(5, 20, 10)))
     with odd(answer, metrics=lambda: next(pages)) as server:
         with pytest.raises(SystemExit) as stop:

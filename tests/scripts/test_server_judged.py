@@ -19,13 +19,11 @@ from outrider.scripts.certificate.server_places import (
 from tests.helpers.table_server import BEST, LIKELIEST, LIMIT, PROMPTS, TABLE, VOCAB, Draw, sound
 
 
-def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedAnswer]:
-    """1,200 tokens, as the command asks for them. cached: every fifth answer to a prompt that
-    was asked before is the one from before."""
+def answers(seed: int, draw: Draw = sound) -> list[JudgedAnswer]:
+    """1,200 tokens, as the command asks for them."""
     rng, found = np.random.default_rng(seed), list[JudgedAnswer]()
     plan = [(1, 1.0, 16)] * 8 + [(8, 1.0, 16)] + [(1, 1.0, 0.9)] * 8 + [(8, 1.0, 0.9)]
     plan += [(1, 0.6, 0)] * 8 + [(8, 0.6, 0)]
-    known: dict[tuple[int, float], JudgedAnswer] = {}
     for wave, (level, heat, cut) in enumerate(plan):
         for _ in range(level):
             last = len(found) % PROMPTS
@@ -37,15 +35,11 @@ def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedA
                 row.setdefault(last, float(log_probs[last]))
                 tokens.append(last)
                 rows.append(row)
-            old = known.get((prompt[0], heat))
-            if cached and old and len(found) % 5 == 4:
-                tokens, rows = list(old.tokens), list(old.rows)
             stop = () if cut else (STOP,)
             end = tokens.index(STOP) + 1 if stop and STOP in tokens else LIMIT
             few, share = (int(cut), 1.0) if cut >= 1 or not cut else (0, cut)
             how = (heat, few, level, wave, share, stop)
             found.append(JudgedAnswer(prompt, tokens[:end], rows[:end], *how))
-            known.setdefault((prompt[0], heat), found[-1])
     return found
 
 
@@ -53,8 +47,8 @@ def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedA
 STOP = int(np.linalg.matrix_power(np.exp(powered(TABLE, 1 / 0.6)), 50)[0].argmax())
 
 
-def judged(seed: int, draw: Draw = sound, cached: bool = False) -> dict:
-    return server_judged.judged(answers(seed, draw, cached), BEST)
+def judged(seed: int, draw: Draw = sound) -> dict:
+    return server_judged.judged(answers(seed, draw), BEST)
 
 
 def test_the_mean_of_every_bet_is_one() -> None:
@@ -133,11 +127,6 @@ def test_what_is_wrong_is_named() -> None:
         assert (found["depends_on_the_batch"] == "yes") == (name == "batch")
         if name in ("greedy", "ignored", "hot"):
             assert not found["temperature_honoured"]
-
-
-def test_a_cache_is_named() -> None:
-    found = judged(0, cached=True)
-    assert found["verdict"] == "rejected" and server_judged.AGAIN in found["line"]
 
 
 def test_a_truncation_that_is_not_taken_is_no_other_distribution() -> None:
