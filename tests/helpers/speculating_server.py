@@ -36,7 +36,6 @@ RULES: dict[str, Any] = {
     "rows mixed up above two": wrong_rules.rows_mixed_up,
     "typical acceptance": wrong_rules.typical_acceptance,
     "greedy at T > 0": wrong_rules.greedy_fallback,
-    "late rejection": wrong_rules.late_rejection,
 }
 
 

@@ -185,29 +185,6 @@ def softmax_acceptance(row: TreeRow) -> Path:
 
 
 @by_row
-def traversal_stale(row: TreeRow) -> Path:
-    """vllm-ascend #7807: leaf-to-root acceptance, but the residual is never updated."""
-
-    def visit(slot: int, w: float) -> Path | None:
-        m, before = row.p(slot), list[int]()
-        for node in row.kids(slot):
-            x, q = row.tokens[node], row.q(node, before)
-            below = visit(node + 1, min(w * float(m[x] / q[x]) if q[x] > 0 else 0.0, 1.0))
-            if below is not None:
-                return [node, *below[0]], below[1]
-            total = float((w * m - q).clamp(min=0).sum())
-            w = total / (total + 1 - w) if total + 1 - w > 0 else 1.0
-            before.append(node)
-        if slot == 0 or row.accept(w, slot - 1):
-            return [], row.draw(m, slot)
-        return None
-
-    found = visit(0, 1.0)
-    assert found is not None, "the root never rejects"
-    return found
-
-
-@by_row
 def greedy_fallback(row: TreeRow) -> Path:
     """SGLang on CPU and XPU: temperature above 0 is taken for 0, the best token alone is kept."""
     nodes: list[int] = []
@@ -219,17 +196,6 @@ def greedy_fallback(row: TreeRow) -> Path:
             return nodes, best
         nodes.append(hit[0])
         slot = hit[0] + 1
-
-
-@by_row
-def late_rejection(row: TreeRow) -> Path:
-    """openvino.genai #4190: the token in a rejected one's place comes from the distribution behind
-    that one."""
-
-    def behind(row: TreeRow, slot: int, r: Tensor, rejected: bool) -> Tensor:
-        return row.p(row.kids(slot)[-1] + 1) if rejected else r
-
-    return descend(row, final=behind)
 
 
 @by_row

@@ -118,14 +118,6 @@ def test_a_token_at_the_edge_is_told_from_an_impossible_one() -> None:
         assert found.mass[1] == pytest.approx(float(logits[0, :3].softmax(-1)[2]), abs=1e-6)
 
 
-def test_places_apply_the_repetition_penalty_to_the_history() -> None:
-    sampling = Sampling(1.0, repetition_penalty=2.0)
-    logits = torch.tensor([[2.0, -1.0, 0.5]])
-    found = transforms.places(logits, torch.tensor([0]), sampling, [[0, 1, 1]])
-    distribution = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64).softmax(-1)
-    assert found.mass[0] == pytest.approx(float(distribution[0]))
-
-
 def test_p_values_are_those_of_scipy() -> None:
     from scipy import stats
 

@@ -36,9 +36,7 @@ WRONG: dict[str, tuple[Any, TreeShape, str, Sampling]] = {
     "bonus un-warped": (wrong_rules.bonus_unwarped, CHAIN, "iid", Sampling(0.6)),
     "softmax acceptance": (wrong_rules.softmax_acceptance, CHAIN, "top", Sampling(0.0)),
     "bonus from the draft": (wrong_rules.bonus_from_the_draft, CHAIN, "iid", ONE),
-    "traversal stale": (wrong_rules.traversal_stale, CHAIN, "iid", ONE),
     "greedy at T > 0": (wrong_rules.greedy_fallback, CHAIN, "iid", ONE),
-    "late rejection": (wrong_rules.late_rejection, CHAIN, "iid", ONE),
     "no residual": (controls.without_residual(verify), CHAIN, "iid", ONE),
 }
 
