@@ -23,13 +23,11 @@ def page(report: dict[str, Any], pictures: dict[str, bytes]) -> str:
         head=head,
         sub=sub,
         scores=score_table.table(report, best=None if found is None else rows.index(found)),
-        ranking=score_table.ranking(report) if len(report["ranking"]) > 1 else None,
         drawn=[
             (base64.b64encode(picture).decode(), ", ".join(plots.PANELS[name][1:]))
             for name, picture in pictures.items()
         ],
         others=[score_table.table(one) for one in report.get("others") or []],
-        same=score_table.SAME,
         facts=facts(report),
     )
 

@@ -1,17 +1,27 @@
-"""The score table, the ranking, and the notes that go with them."""
+"""The score table, and the notes that go with it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number, ratio
+from outrider.scripts.reports.table import DOUBT, Table, interval, number, ratio
 from outrider.scripts.scoring.pace import FAR
 
 Row = dict[str, Any]
 SAME = (
-    "n/m: m answers were compared, one for each turn of a prompt, and n of them are plain "
-    "decoding's, token by token; +k≈: k more part where two tokens are equally likely up to "
-    "rounding, so either is the model's own; !k: k part beyond rounding"
+    "n/m: of m answers, one for each turn of a prompt, n are plain decoding's, token by token; "
+    "+k≈: k more part where two tokens are equally likely up to rounding, so either is the model's "
+    "own; !k: k part beyond rounding"
+)
+NOTES = (
+    "accepted length: tokens that a pass over the target gives, the bonus token included; without "
+    "cycles that a stop token or the limit cut, or that repeat a loop.",
+    "break even: the accepted length at which such a drafter's cycles would be as fast as plain "
+    "decoding.",
+    "speedup: tokens per second over those of none in the same interleaved run, decoding alone; "
+    "end to end: with the prefill.",
+    "rank: 1 + how many of these drafters are faster beyond chance (95 %, paired); =: as fast as "
+    "another one, up to chance.",
 )
 
 
@@ -35,17 +45,6 @@ def equality(row: Row) -> str:
     text = f"{found['equal']}/{found['checked']}"
     text += f" +{found['within_rounding']}≈" if found["within_rounding"] else ""
     return text + (f" !{found['beyond_rounding']}" if found["beyond_rounding"] else "")
-
-
-COLUMNS: Columns = [
-    ("drafter", lambda r: r["label"]),
-    ("accepted length", lambda r: interval(r["accepted_length"])),
-    ("speedup", speed),
-    ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
-    ("accepted at 1…4", positions),
-    ("end to end", lambda r: ratio(r["end_to_end"]["speedup"], r["doubts"])),
-    ("same tokens", equality),
-]
 
 
 def even(limit: float | None) -> str:
@@ -74,52 +73,39 @@ def title(report: dict[str, Any]) -> str:
 def table(report: dict[str, Any], **more: Any) -> Table:
     """Return the drafters of a report, with what its reader must know. more: fields of the
     table."""
-    more = {"title": title(report), "notes": notes(report)} | more
-    same = report["settings"]["temperature"] == 0
-    columns = [column for column in COLUMNS if same or column[0] != "same tokens"]
-    return Table.of(columns, report["drafters"], **more)
-
-
-def ranking(report: dict[str, Any]) -> Table:
-    """Return the order of the rows that draft, ranks shared where the intervals cannot part
-    them."""
-    label = {r["name"]: r["label"] for r in report["drafters"]}
-    tied = "statistically tied with"
-    columns: Columns = [
-        ("drafter", lambda r: f"{r['rank']}{'=' if r['tied_with'] else '.'} {r['label']}"),
-        ("speedup", lambda r: interval(r["speedup"], 2, "×")),
-        (tied, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
+    ranks = {
+        one["name"]: f"{one['rank']}{'=' * bool(one['tied_with'])}" for one in report["ranking"]
+    }
+    columns: list[tuple[str, Any]] = [
+        ("drafter", lambda r: r["label"]),
+        ("accepted length", lambda r: interval(r["accepted_length"])),
+        ("break even", lambda r: even(r["break_even"])),
+        ("speedup", speed),
+        ("end to end", lambda r: ratio(r["end_to_end"]["speedup"], r["doubts"])),
+        ("rank", lambda r: ranks.get(r["name"], "–")),
+        ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
+        ("accepted at 1…4", positions),
     ]
-    note = (
-        "the fastest first; a rank is 1 + how many of these rows are faster beyond chance "
-        "(95 %, paired); = marks rows that chance may have parted from another"
-    )
-    more: dict[str, Any] = {"notes": [note], "words": (0, -1)}
-    return Table.of(columns, report["ranking"], title=f"ranking, {title(report)}", **more)
+    if report["settings"]["temperature"] == 0:
+        columns.append(("same tokens", equality))
+    more = {"title": title(report), "notes": notes(report)} | more
+    return Table.of(columns, report["drafters"], **more)
 
 
 def notes(report: dict[str, Any]) -> list[str]:
     """Return what a reader of the table must know."""
     rows, chunks = report["drafters"], report["settings"]["batch_size"] > 1
-    lines = [
-        "accepted length counts the bonus token, over cycles that no stop token or limit cut and "
-        "that lie in no loop; brackets: 95 % bootstrap over prompts"
-        f"{' (times: chunks of prompts)' if chunks else ''}; speedup: against none in the same "
-        "interleaved run, decoding alone."
-    ]
+    lines = [*NOTES]
     if any(row.get("lossless") for row in rows):
         lines.append(f"same tokens: {SAME}.")
-    lines += stalls(report["stalls"])
+    times = "; of times over prompts that ran together" if chunks else ""
+    lines += [f"brackets: 95 % bootstrap over prompts{times}.", *stalls(report["stalls"])]
     wrong = [r["label"] for r in rows if (r.get("lossless") or {}).get("beyond_rounding")]
     if wrong:
         lines.append(
             f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
         )
-    for row in rows:
-        lines += _doubts(row)
-    once = [name for name, cell in rows[0]["by_category"].items() if cell["prompts"] == 1]
-    if once:
-        lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
+    lines += [doubt(row["label"], why) for row in rows for why in row["doubts"]]
     if outgrown := len(report["skipped_turns"]):
         lines.append(f"{outgrown} later turns outgrew the context and were left out for all.")
     return lines + [f"skipped {one['name']}: {one['reason']}" for one in report["skipped"]]
@@ -142,15 +128,3 @@ def stalls(found: dict[str, Any]) -> list[str]:
 
 def doubt(label: str, why: str) -> str:
     return f"IN DOUBT {DOUBT}: the speed of {label}: {why}."
-
-
-def _doubts(row: Row) -> list[str]:
-    """Return what speaks against a drafter."""
-    label, limit, length = row["label"], row.get("break_even"), row["accepted_length"]["mean"]
-    lines = [doubt(label, why) for why in row["doubts"]]
-    if not lines and limit is not None and length is not None and length < limit:
-        lines.append(
-            f"{label} is not faster here: its cycles take {limit:.2f} plain tokens' time and give "
-            f"{length:.2f} tokens."
-        )
-    return lines

@@ -8,6 +8,7 @@ which the machine stalled for one of them (pace.py) is asked again of all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -21,7 +22,6 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.names import NONE, DraftSpec
 from outrider.scripts.common.memo import Memo
-from outrider.scripts.common.names import clipped
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
 from outrider.scripts.scoring import pace
@@ -148,14 +148,14 @@ READ = TypeAdapter(Contest)
 
 @dataclass
 class Runner:
-    """Measures chunks of prompts. numbers: of prompts, by id. say: told of every call
-    beforehand. lost: servers that have failed so far, as in Contest."""
+    """Measures chunks of prompts. numbers: of prompts, by id. tell: told of every call that is
+    done. lost: servers that have failed so far, as in Contest."""
 
     target: Target
     systems: Sequence[System]
     settings: ContestSettings
     numbers: dict[str, int]
-    say: Callable[[System], None]
+    tell: Callable[[], None]
     lost: list[dict[str, str]]
 
     def measure(self, number: int, chunk: Sequence[Prompt]) -> Contest:
@@ -168,8 +168,8 @@ class Runner:
             prompts = [p for p, _ in asked]
             for k in range(len(self.systems)):
                 system = self.systems[(k + number) % len(self.systems)]
-                self.say(system)
                 run = self.run(system, [request for _, request in asked], self.settings)
+                self.tell()
                 if run is None:
                     continue
                 part.note(system.name, unit, turn, prompts, run)
@@ -242,12 +242,11 @@ def run_contest(
     lost = Contest.joined(list(parts.values())).lost
     with Steps(*columns(28), quiet=quiet, transient=True) as progress:
         total, done = (len(systems) * sum(some) for some in (turns, turns[: len(parts)]))
-        task = progress.add_task("scoring", total=total, completed=done)
+        said = f"scoring, T = {settings.sampling.temperature:g}"
+        task = progress.add_task(said, total=total, completed=done)
 
-        def say(system: System) -> None:
-            progress.update(task, description=clipped(system.label, 28), advance=1)
-
-        runner = Runner(target, systems, settings, numbers, say, lost)
+        tell = functools.partial(progress.advance, task)
+        runner = Runner(target, systems, settings, numbers, tell, lost)
         if _next(parts, len(chunks)) is not None:
             runner.warm_up(prompts[0])
         while (number := _next(parts, len(chunks))) is not None:

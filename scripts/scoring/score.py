@@ -104,24 +104,21 @@ class Scores:
         rows = cycles / passes if cycles else 1.0  # that a target pass serves on average
         return stats.pass_ratio(mine, base).times(plain_tokens / plain_passes / rows)
 
-    def ratio_doubts(self, ratio: dict[str, Any], names: Sequence[str]) -> list[str]:
-        """Return why a ratio of speeds of two rows cannot be believed, whatever they draft;
-        [] where it can."""
-        mean, low, high = (ratio[key] for key in ("mean", "low", "high"))
+    def few(self, names: Sequence[str]) -> list[str]:
+        """Return why a ratio of two rows' speeds rests on too little; [] where it does not."""
         both = np.array([self.work(name).pass_s for name in names])
         timed = int(np.isfinite(both).all(0).sum())
-        found = []
-        if timed < FEW:
-            found.append(f"it rests on {timed} timed prompts (or batches of them), less than {FEW}")
-        if low is not None and high - low > WIDE * mean:
-            found.append(f"its interval is wider than {WIDE:g} of it")
-        return found
+        said = f"it rests on {timed} timed prompts (or batches of them), less than {FEW}"
+        return [said] if timed < FEW else []
 
     def doubts(self, system: System, speed: dict[str, Any]) -> list[str]:
         """Return why the speed of a row cannot be believed, a sentence each; [] where it can."""
-        if speed["mean"] is None or system.name == NONE:
+        mean, low, high = (speed[key] for key in ("mean", "low", "high"))
+        if mean is None or system.name == NONE:
             return []
-        found, limit = self.ratio_doubts(speed, (system.name, NONE)), self.break_even(system)
+        found, limit = self.few((system.name, NONE)), self.break_even(system)
+        if low is not None and high - low > WIDE * mean:
+            found.append(f"its 95 % interval is wider than {WIDE:.0%} of it")
         if limit is not None and limit.high is not None and limit.high < LEAST:
             found.append(f"a cycle that drafts seems shorter ({limit.mean:.2f}) than a plain one")
         return found
@@ -196,20 +193,18 @@ class Scores:
             "doubts": self.doubts(system, speed),
             "end_to_end": end,
             "break_even": None if limit is None else limit.mean,
-            "draft_ms": None if system.server else self.phase_ms(name, ["draft"]),
+            "draft_ms": None if system.kind == "reference" else self.phase_ms(name, ["draft"]),
             "verify_ms": None if system.server else self.phase_ms(name, VERIFY),
         }
 
     def pairs(self, doubts: dict[str, list[str]]) -> list[dict[str, Any]]:
-        """Return the ratio of speeds of every two rows, and why it cannot be believed. doubts: of
+        """Return the ratio of speeds of every two rows, and why it tells no order. doubts: of
         every row."""
         out = []
         for a, b in itertools.combinations((system.name for system in self.systems), 2):
-            ratio = self.speedup(a, b)
             why = [f"the speed of {name} is in doubt" for name in (a, b) if doubts[name]]
-            if ratio["mean"] is not None:
-                why += self.ratio_doubts(ratio, (a, b))
-            out.append({"a": a, "b": b, "speed_ratio": ratio, "doubts": why})
+            why += self.few((a, b))
+            out.append({"a": a, "b": b, "speed_ratio": self.speedup(a, b), "doubts": why})
         return out
 
 

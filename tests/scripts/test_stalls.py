@@ -20,7 +20,7 @@ from outrider.scripts.scoring import interleaved as contests
 from outrider.scripts.scoring import pace
 from outrider.scripts.scoring.interleaved import Contest, ContestSettings, System
 from outrider.scripts.scoring.ranking import best
-from outrider.scripts.scoring.score import Scores
+from outrider.scripts.scoring.score import WIDE, Scores
 
 PROMPTS = [Prompt(f"p{i}", "chat", ["?"]) for i in range(24)]
 # (name, milliseconds of a pass, accepted length, whether single passes are known)
@@ -230,6 +230,19 @@ def test_a_speed_that_cannot_be_is_never_the_winner() -> None:
     assert [row["rank"] for row in report["ranking"]] == [1, 2, 3]
     report = report_of(*measured(count=4))
     assert doubted(report, "head") and doubted(report, "ngram") and best(report["drafters"]) is None
+
+
+def test_a_ratio_that_is_wide_but_clear_orders_two_rows() -> None:
+    """0.98 and 0.38 of plain decoding were once said to be tied."""
+
+    def apart(name: str, call: int, seconds: Any) -> Any:
+        return seconds * {"ngram": (1.0, 1.7), "head": (5.1, 3.0)}.get(name, (1, 1))[call % 2]
+
+    report = report_of(*measured(stall=apart, count=12))
+    (pair,) = (p for p in report["pairs"] if (p["a"], p["b"]) == ("ngram", "head"))
+    ratio = pair["speed_ratio"]
+    assert ratio["low"] > 1 and ratio["high"] - ratio["low"] > WIDE * ratio["mean"]
+    assert {row["name"]: row["rank"] for row in report["ranking"]}["head"] == 3
 
 
 def test_the_times_of_a_row_are_those_of_its_speed() -> None:
