@@ -211,9 +211,11 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
 
 
 def show(reports: list[dict[str, Any]], parity: dict[str, Parity]) -> None:
-    """Print the tables, and what the parity gate found: in a line where it is as it should be."""
+    """Print the tables, what their words mean, and what the parity gate found: in a line where it
+    is as it should be."""
     for report in reports:
         score_table.table(report).show()
+    print("\n".join(f"{word}: {meaning}." for word, meaning in score_table.WORDS.items()))
     for name, gate in parity.items():
         lines = gate.lines()
         if gate.passed and "teacher_forced" in gate.lengths:

@@ -28,6 +28,7 @@ def page(report: dict[str, Any], pictures: dict[str, bytes]) -> str:
             for name, picture in pictures.items()
         ],
         others=[score_table.table(one) for one in report.get("others") or []],
+        words=score_table.WORDS,
         facts=facts(report),
     )
 

@@ -8,21 +8,21 @@ from outrider.scripts.reports.table import DOUBT, Table, interval, number, ratio
 from outrider.scripts.scoring.pace import FAR
 
 Row = dict[str, Any]
-SAME = (
-    "n/m: of m answers, one for each turn of a prompt, n are plain decoding's, token by token; "
-    "+k≈: k more part where two tokens are equally likely up to rounding, so either is the model's "
-    "own; !k: k part beyond rounding"
-)
-NOTES = (
-    "accepted length: tokens that a pass over the target gives, the bonus token included; without "
-    "cycles that a stop token or the limit cut, or that repeat a loop.",
-    "break even: the accepted length at which such a drafter's cycles would be as fast as plain "
-    "decoding.",
-    "speedup: tokens per second over those of none in the same interleaved run, decoding alone; "
-    "end to end: with the prefill.",
-    "rank: 1 + how many of these drafters are faster beyond chance (95 %, paired); =: as fast as "
-    "another one, up to chance.",
-)
+WORDS = {
+    "accepted length": "tokens that a pass over the target gives, bonus token included; without "
+    "cycles cut by a stop token or the limit, or inside a loop",
+    "break even": "the accepted length at which such a drafter is as fast as plain decoding",
+    "speedup": "tokens per second over those of none in the same interleaved run, decoding alone; "
+    "end to end: with the prefill",
+    "rank": "1 + how many of these drafters are faster beyond chance (95 %, paired); =: as fast as "
+    "another one, up to chance",
+    "accepted at 1…4": "of the cycles that proposed that depth and accepted the one before, the "
+    "share that accepted it",
+    "same tokens": "n/m: of m answers, one for each turn of a prompt, n are plain decoding's, "
+    "token by token; +k≈: k more part where two tokens are equally likely up to rounding, so "
+    "either is the model's own; !k: k part beyond rounding",
+    "brackets": "95 % bootstrap over prompts (of times: over prompts that ran together)",
+}
 
 
 def speed(row: Row) -> str:
@@ -38,7 +38,7 @@ def positions(row: Row, most: int = 4) -> str:
 
 
 def equality(row: Row) -> str:
-    """Return answers that equal those of `none` token by token, and the others; see SAME."""
+    """Return answers that equal those of `none` token by token, and the others; see WORDS."""
     found = row.get("lossless")
     if not found:
         return "–"
@@ -93,13 +93,9 @@ def table(report: dict[str, Any], **more: Any) -> Table:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """Return what a reader of the table must know."""
-    rows, chunks = report["drafters"], report["settings"]["batch_size"] > 1
-    lines = [*NOTES]
-    if any(row.get("lossless") for row in rows):
-        lines.append(f"same tokens: {SAME}.")
-    times = "; of times over prompts that ran together" if chunks else ""
-    lines += [f"brackets: 95 % bootstrap over prompts{times}.", *stalls(report["stalls"])]
+    """Return what was found beside the figures, a line each."""
+    rows = report["drafters"]
+    lines = stalls(report["stalls"])
     wrong = [r["label"] for r in rows if (r.get("lossless") or {}).get("beyond_rounding")]
     if wrong:
         lines.append(
