@@ -31,28 +31,19 @@ def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def ranking(
     rows: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return rows of a report that can be ranked, the fastest first: {name, label, rank,
-    speedup, tied_with}. rank: 1 + how many rows are clearly faster, and never below that of
-    a row above. tied_with: rows that are neither clearly faster nor slower. pairs: of the
-    same report."""
+    """Return rows of a report that can be ranked, the fastest first: {name, rank, tied_with}.
+    rank: 1 + how many rows are clearly faster, and never below that of a row above. tied_with:
+    rows that are neither clearly faster nor slower. pairs: of the same report."""
     faster = set()  # (a, b): a is clearly faster than b
     for pair in pairs:
         low, high = pair["speed_ratio"]["low"], pair["speed_ratio"]["high"]
         if not pair["doubts"] and low is not None and (low > 1 or high < 1):
             faster.add((pair["a"], pair["b"]) if low > 1 else (pair["b"], pair["a"]))
-    known = believable(rows)
+    names = [row["name"] for row in believable(rows)]
     found: list[dict[str, Any]] = []
-    for row in known:
-        name = row["name"]
-        beaten = [r["name"] for r in known if (r["name"], name) in faster]
-        clear = {name, *beaten, *(r["name"] for r in known if (name, r["name"]) in faster)}
-        found.append(
-            {
-                "name": name,
-                "label": row["label"],
-                "rank": max([1 + len(beaten), *(above["rank"] for above in found)]),
-                "speedup": row["speedup"],
-                "tied_with": [r["name"] for r in known if r["name"] not in clear],
-            }
-        )
+    for name in names:
+        beaten = sum((other, name) in faster for other in names)
+        tied = [n for n in names if n != name and not {(n, name), (name, n)} & faster]
+        rank = max([1 + beaten, *(above["rank"] for above in found)])
+        found.append({"name": name, "rank": rank, "tied_with": tied})
     return found

@@ -24,7 +24,7 @@ from outrider.scripts.common.names import SERVER
 from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.reference import room
 from outrider.scripts.scoring.server_forms import VLLM, Reply, ServerRequest
-from outrider.scripts.scoring.servers import SERVE, Address, Endpoint, reached
+from outrider.scripts.scoring.servers import SERVE, Address, Endpoint
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer
@@ -36,12 +36,18 @@ def address_of(name: str, url: str) -> Address:
     return Address(url, PATIENCE, setting=f"drafters: {name}", key_setting="")
 
 
+async def _recognised(address: Address) -> None:
+    async with Endpoint(replace(address, retries=1)):
+        pass
+
+
 def dead(drafters: Sequence[str]) -> list[str]:
-    """Return a line for each server among the names of drafters that does not answer."""
+    """Return a line for each server among the names of drafters that does not answer, before
+    anything slow is begun for its sake."""
     found = []
     for server in filter(None, map(SERVER.fullmatch, drafters)):
         try:
-            reached(address_of(*server.groups()))
+            asyncio.run(_recognised(address_of(*server.groups())))
         except UserError as error:
             found.append(str(error))
     return found

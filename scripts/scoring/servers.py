@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -149,13 +149,3 @@ class Endpoint:
     def troubles(self) -> int:
         """How many tries have failed so far: each costs a wait before the next one."""
         return self._server.troubles.total()
-
-
-def reached(address: Address) -> None:
-    """Raise UserError where no server answers, before anything slow is begun for its sake."""
-
-    async def recognised() -> None:
-        async with Endpoint(replace(address, retries=min(address.retries, 1))):
-            pass
-
-    asyncio.run(recognised())
