@@ -8,7 +8,6 @@ API.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +57,12 @@ def sound(
 def spoken(
     kind: str,
     draw: Draw = sound,
-    wait: float = 0.0,
     by_text: bool = False,
     twist: Twist = lambda path, body, value: value,
 ) -> Iterator[str]:
-    """Its address while the block runs. kind: a key of OWNERS. wait: seconds of every answer.
-    by_text: tokens of log-probabilities are named by text. twist: what becomes of every answer."""
-    table = _Table(kind, draw, wait, by_text)
+    """Its address while the block runs. kind: a key of OWNERS. by_text: tokens of
+    log-probabilities are named by text. twist: what becomes of every answer."""
+    table = _Table(kind, draw, by_text)
 
     def answer(path: str, body: Any) -> Any:
         if body is not None:
@@ -84,7 +82,6 @@ def _best(last: int) -> Ranked:
 class _Table:
     kind: str
     draw: Draw
-    wait: float
     by_text: bool
 
     def answered(self, path: str, body: dict[str, Any]) -> Any:
@@ -102,7 +99,6 @@ class _Table:
         return [b % VOCAB for b in text.encode()]
 
     def _answer(self, ids: list[int], limit: int, heat: float, cut: float, seed: int) -> list[int]:
-        time.sleep(self.wait)
         rng, last, found = np.random.default_rng(seed), ids[-1], list[int]()
         for place in range(limit):
             last = self.draw(rng, TABLE[last], heat, cut, place, 0)
