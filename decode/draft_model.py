@@ -86,7 +86,8 @@ class DraftModel:
         self.state = self.proj.new_zeros(0, self.proj.shape[1])
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        self.first += [p[:1] for p in prompts]  # the rest of the prompt arrives by observe
+        most = self.draft.vocab_size - 1  # the rest of the prompt arrives by observe
+        self.first += [p[:1].clamp(max=most) for p in prompts]
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:

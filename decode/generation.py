@@ -15,8 +15,9 @@ class Request:
     """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default:
     the last prompt token, as in transformers).
 
-    id addresses the random numbers: the same id and seed give the same tokens in any batch. A
-    whole number of 64 bits, below 2**63.
+    id addresses the random numbers: the same id and seed give the same tokens in any batch, but
+    where half precision rounds the logits of a batch otherwise than those of a row. A whole
+    number of 64 bits, below 2**63.
     """
 
     prompt: Sequence[int]

@@ -97,6 +97,14 @@ def small_head(name: str, target: Target, form: DraftSpec) -> Any:
     return head.eval().drafter(target, form)
 
 
+def small_draft(dice: random.Random, vocab: int, form: Form) -> DraftModel:
+    """A separate model whose context may end before the target's, and with it its tokens."""
+    draft = toy_model(vocab + dice.choice([0, 0, 1, -1]), seed=dice.randrange(99), layers=1)
+    draft.probe()
+    draft.context_length = dice.choice([64, 64, 3, 4])
+    return DraftModel(draft, form, vocab_size=vocab)
+
+
 @dataclass
 class World:
     """A target, a drafter that is ill behind some tokens, and how they decode."""
@@ -113,7 +121,7 @@ class World:
     def random(seed: int) -> World:
         dice = random.Random(seed)
         vocab, length = dice.choice([(2, 4), (2, 5), (3, 3), (4, 3)])
-        kind = dice.choice(["table", "table", "table", "draft", "union", "adaptive", "head"])
+        kind = dice.choice(["table", "table", "draft", "union", "pair", "adaptive", "head"])
         if kind == "head":
             vocab, length = 3, 3
         ill = dice.sample(range(vocab), dice.choice([1, 1, vocab - 1]))
@@ -130,7 +138,7 @@ class World:
         if kind == "draft":
             scheme = ""
             form = Form("tree", shape.depth, len(shape), shape)
-            drafter = DraftModel(toy_model(vocab, seed=dice.randrange(99), layers=1), form)
+            drafter = small_draft(dice, vocab, form)
             spoil_levels(drafter, ill, value, entry)
         elif kind == "head":
             scheme = dice.choice(HEADS)
@@ -147,6 +155,10 @@ class World:
         drafter = Draws(drafter)
         if kind == "union":
             drafter = Union([drafter, NGram(depth=2, nodes=dice.choice([0, 3]))])
+        elif kind == "pair":
+            second = small_draft(dice, vocab, Form.tree(2, nodes=3, width=2))
+            spoil_levels(second, ill, value, entry)
+            drafter = Union([drafter, second])
         elif kind == "adaptive":
             drafter = Adaptive(drafter, cost=dice.choice([0.05, 0.3]))
         guidance = dice.choice([None, None, 1.5])
