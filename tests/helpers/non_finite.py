@@ -57,9 +57,19 @@ class Finite:
 
 
 class Draws(Wrapped):
-    """Draws with `Finite` numbers."""
+    """Draws with `Finite` numbers, and tells them which of its draws are padding."""
+
+    def __init__(self, drafter: Drafter, nodes_at: TreeShape) -> None:
+        super().__init__(drafter)
+        self.nodes_at = nodes_at
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Any) -> DraftTree:
+        if isinstance(self.inner, DraftModel):  # whose context may end before the draft
+            most = self.inner.draft.context_length + 1
+            rows = zip(self.inner.cache.lengths, self.inner.blind, strict=True)
+            room = torch.tensor([0 if blind else most - have for have, blind in rows])
+            budget = torch.minimum(budget, room)
+        rng.levels = self.nodes_at.size_at(budget.clamp(min=0)).tolist()
         return self.inner.propose(budget, sampling, Finite(rng))
 
 
@@ -98,8 +108,10 @@ def small_head(name: str, target: Target, form: DraftSpec) -> Any:
 
 
 def small_draft(dice: random.Random, vocab: int, form: Form) -> DraftModel:
-    """A separate model whose context may end before the target's, and with it its tokens."""
-    draft = toy_model(vocab + dice.choice([0, 0, 1, -1]), seed=dice.randrange(99), layers=1)
+    """A separate model whose context and whose tokens may end elsewhere than the target's; never
+    the target itself, for branches that only rounding opens are none."""
+    other = vocab + dice.choice([0, 0, 1, -1 if vocab > 3 else 0])
+    draft = toy_model(other, seed=100 + dice.randrange(99), layers=1)
     draft.probe()
     draft.context_length = dice.choice([64, 64, 3, 4])
     return DraftModel(draft, form, vocab_size=vocab)
@@ -152,7 +164,7 @@ class World:
             if scheme == "top":  # of the least numbers it takes one twice
                 value = abs(value)
             table.distributions = spoil(table.distributions, bad, value, entry)
-        drafter = Draws(drafter)
+        drafter = Draws(drafter, shape)
         if kind == "union":
             drafter = Union([drafter, NGram(depth=2, nodes=dice.choice([0, 3]))])
         elif kind == "pair":
