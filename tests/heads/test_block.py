@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -301,8 +302,10 @@ def test_a_special_token_without_a_role_may_be_the_mask(
     target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SmolLM2 names its reserved tokens nowhere but among the added ones."""
-    assert mask.chosen(target, None) == 1  # special, without a role
-    monkeypatch.setattr(mask, "specials", lambda tokenizer: {"<reserved>": 65, "<x>": 64})
+    assert mask.chosen(target, None) == 259  # <|reserved_259|>
+    monkeypatch.setattr(mask, "RESERVED", re.compile("nobody"))
+    assert mask.chosen(target, None) == -1  # <|im_start|> stands in the template
+    monkeypatch.setattr(mask, "specials", lambda tokenizer: {"<x>": 64, "<y>": 65})
     assert mask.chosen(target, None) == 65
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     mask.check(65, target, counts)
@@ -317,13 +320,14 @@ def test_a_special_token_without_a_role_may_be_the_mask(
 def test_a_tokens_mask_is_the_targets_row_in_any_dtype(kind: str, tmp_path: Path) -> None:
     """A head that was trained beside a target in bfloat16 is exported beside one in float32."""
     low, high = tiny_target("bfloat16", layers=4), tiny_target("float32", layers=4)
-    cfg: Any = BlockConfig(draft_vocab=0, mask_token=1)
+    cfg: Any = BlockConfig(draft_vocab=0, mask_token=259)
     if kind == "p_eagle":
-        cfg = EagleConfig(draft_vocab=0, parallel=True, mask_token=1)
+        cfg = EagleConfig(draft_vocab=0, parallel=True, mask_token=259)
     save_head(head_class(cfg.kind).for_target(low, cfg), tmp_path, None)
     net = load_head(tmp_path, high).net
     row = (net.mask if kind == "dflash" else net.mask_embed).view(-1)
-    assert row.equal(high.embedding_weight[1]) and not row.equal(low.embedding_weight[1].float())
+    assert row.equal(high.embedding_weight[259])
+    assert not row.equal(low.embedding_weight[259].float())
 
 
 def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:

@@ -225,7 +225,7 @@ def test_what_engines_cannot_have_is_named(target, format, kind, extra, said: st
 def test_a_head_of_default_keys_can_be_exported(target, kind: str) -> None:
     keys = {"kind": kind, "draft_vocab": 64, "markov_rank": 4 if kind == "dspark" else 0}
     counts = torch.ones(260, dtype=torch.int64)
-    counts[1] = 0  # special, without a role
+    counts[259] = 0  # <|reserved_259|>
     head = head_class(kind).for_target(target, BlockConfig(**keys), counts)
     assert refusals("speculators", head, target, "/a/t") == []
 
