@@ -112,7 +112,7 @@ def test_every_wrong_value_in_a_card(kind: str, tmp_path: Path) -> None:
 
 def tuned_head(place: Path) -> tuple[Path, dict[str, Any]]:
     _, head, _ = made("medusa", place)
-    message = Tuned(card_sha256(head), TREE, DraftSettings("chain", depth=2), TREE, True, EVIDENCE)
+    message = Tuned(card_sha256(head), TREE, DraftSettings("chain", depth=2), TREE, EVIDENCE)
     return head, json.loads(json.dumps(message.to_json()))
 
 
