@@ -1,12 +1,9 @@
-"""Progress of long work: a bar on a terminal; in a log file, where a bar shows nothing, a
-plain line now and then.
-"""
+"""Progress of long work: a bar on a terminal, a plain line now and then in a log file."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from rich import get_console
@@ -38,10 +35,8 @@ def columns(width: int) -> tuple[ProgressColumn, ...]:
 
 
 class Steps(Progress):
-    """rich's Progress that also writes "NAME: DONE of ALL, TIME so far, about TIME left" to
-    stderr every `every` seconds of work, where its console is no terminal. A task's fields
-    `name` and `note` stand in the line, the description instead of a missing name. A task that
-    goes on with earlier work takes its pace from its own."""
+    """rich's Progress; where its console is no terminal, a line "NAME: DONE of ALL" on stderr every
+    EVERY seconds in place of the bars."""
 
     def __init__(
         self,
@@ -49,56 +44,23 @@ class Steps(Progress):
         console: Console | None = None,
         quiet: bool = False,
         transient: bool = False,
-        every: float = EVERY,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         console = console or get_console()
-        self.plain = not quiet and not console.is_terminal
-        # Without a terminal a transient bar would leave nothing but an empty line.
-        super().__init__(
-            *shown,
-            console=console,
-            disable=quiet or (self.plain and transient),
-            transient=transient,
-        )
-        self.every, self.now, self.last = every, now, now()
-        self.began: dict[TaskID, tuple[float, float]] = {}
-        self.reported: set[TaskID] = set()
-
-    def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
-        """As rich does; the clock of the task starts."""
-        task = super().add_task(*args, **kwargs)
-        self.began[task] = (self.now(), self._tasks[task].completed)
-        return task
+        self.plain, self.told = not quiet and not console.is_terminal, time.monotonic()
+        disable = quiet or self.plain
+        super().__init__(*shown, console=console, disable=disable, transient=transient)
 
     def update(self, task_id: TaskID, **kwargs: Any) -> None:  # type: ignore[override]
         """As rich does, and say it where a line is due."""
         super().update(task_id, **kwargs)
-        self._tell(task_id)
+        if self.plain and time.monotonic() - self.told >= EVERY:
+            task, self.told = self._tasks[task_id], time.monotonic()
+            done = f"{task.completed:.0f} of {task.total or 0:.0f}"
+            print(f"{task.description}: {done}", file=sys.stderr, flush=True)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """As rich does, and say it where a line is due."""
-        super().advance(task_id, advance)
-        self._tell(task_id)
-
-    def _tell(self, task_id: TaskID) -> None:
-        task, now = self._tasks[task_id], self.now()
-        if not self.plain or not task.total:
-            return
-        finished = task.completed >= task.total
-        due = task_id in self.reported if finished else now - self.last >= self.every
-        if not due:
-            return
-        start, before = self.began[task_id]
-        done, spent = task.completed - before, now - start
-        note = f" ({task.fields['note']})" if task.fields.get("note") else ""
-        name = task.fields.get("name") or task.description
-        line = f"{name}: {task.completed:.0f} of {task.total:.0f}{note}, {clock(spent)} so far"
-        if done > 0 and not finished:
-            line += f", about {clock(spent * (task.total - task.completed) / done)} left"
-        (self.reported.discard if finished else self.reported.add)(task_id)
-        self.last = now
-        print(line, file=sys.stderr, flush=True)
+        self.update(task_id, advance=advance)
 
 
 class OnProgress(Protocol):
@@ -127,13 +89,3 @@ def by_name(bar: Progress) -> OnProgress:
         bar.update(tasks[name], completed=done, total=total or None)
 
     return on_progress
-
-
-def clock(seconds: float) -> str:
-    """45 s, 3:07 min, 2:05 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

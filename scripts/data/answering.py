@@ -12,12 +12,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.ledger import Ledger, say
-from outrider.scripts.data.questions import Invented, Questions
+from outrider.scripts.data.questions import Question, Questions
 from outrider.scripts.data.server import AnswerRefused, ServerAnswer
 from outrider.train.data.rows import BadRow, RowReading, encode, interpret
 
@@ -26,31 +26,24 @@ SURE = 256  # answers after which a share of cut ones is believed; so many are r
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong
 
 
-class Turn(NamedTuple):
-    """What waits for an answer. turn: place of the answer in its row."""
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
-    turn: int
-
-
 @dataclass
 class Answering:
     """Questions up to `total`, of which the ledger's are answered. A subclass's `run` has the
     rest answered; it raises UserError when too many fail or are cut.
 
-    tokenizer: the target's. on_rows: told how many rows are on file. failed: question -> why it
-    has no answer; the next run asks it again. tokens: drawn in this run."""
+    tokenizer: the target's. questions: None where the target invents them. on_rows: told how
+    many rows are on file. failed: question -> why it has no answer; the next run asks it again.
+    tokens: drawn in this run."""
 
     cfg: SynthesizeConfig
-    questions: Questions | Invented
     ledger: Ledger
     total: int
     tokenizer: Any
+    questions: Questions | None = None
     on_rows: Callable[[int], None] = lambda rows: None
     failed: dict[int, str] = field(default_factory=dict)
     tokens_alike: Counter[bool] = field(default_factory=Counter)
-    unusable: Counter[str] = field(default_factory=Counter)
+    unusable: list[str] = field(default_factory=list)
     answered: int = 0
     tokens: int = 0
 
@@ -66,18 +59,23 @@ class Answering:
         done = self.ledger.numbers
         return [n for n in range(self.total) if n not in done and n not in self.failed]
 
+    def question(self, n: int) -> Question:
+        """Return question n."""
+        assert self.questions is not None
+        return self.questions.asked[n][1]
+
     def where(self, n: int) -> str:
         """Return the file and line of a question."""
-        return f"{self.questions.path}:{self.questions.lines[n]}"
+        assert self.questions is not None
+        return f"{self.questions.path}:{self.questions.asked[n][0]}"
 
     def fail(self, n: int, error: Exception) -> None:
         """Count a question without an answer. Raises UserError where those are too many."""
         self.failed[n] = str(error)
-        failures, of = (len(self.questions.bad) + k for k in (len(self.failed), self.total))
-        if failures > self.cfg.max_failed * of:
+        if len(self.failed) > self.cfg.max_failed * self.total:
             raise UserError(
-                f"{self.where(n)}: {error}; {failures} of {of} questions have no answer, "
-                f"above max_failed={self.cfg.max_failed:g}; see why or raise it, {HINT}"
+                f"{self.where(n)}: {error}; {len(self.failed)} of {self.total} questions have no "
+                f"answer, above max_failed={self.cfg.max_failed:g}; see why or raise it, {HINT}"
             ) from None
 
     def cut(self) -> str:
@@ -95,31 +93,29 @@ class Answering:
             f"or raise max_cut: {self.ledger.path} keeps its rows, and {HINT}"
         )
 
-    def converse(self, n: int) -> Generator[Turn, ServerAnswer, dict[str, Any]]:
-        """Yields each turn of question n that wants an answer, is sent it, returns the row. An
-        answer that was cut ends its conversation: what the user said next was said to a whole
-        one, and no end-of-turn token stands between. So does a tool call, whose result nobody
-        has. Raises AnswerRefused for an answer that would change the chat."""
-        turns, tools = self.questions[n]
+    def converse(self, n: int) -> Generator[Question, ServerAnswer, dict[str, Any]]:
+        """Yield the messages before each answer of question n, and the tools; is sent the answer,
+        returns the row. An answer that was cut ends its conversation: what the user said next was
+        said to a whole one, and no end-of-turn token stands between. So does a tool call, whose
+        result nobody has. Raises AnswerRefused for an answer that would change the chat."""
+        turns, tools = self.question(n)
         tools = tools or self.cfg.extra_body.get("tools")
         kept: list[dict[str, Any]] = []
         sent: list[dict[str, Any]] = []
-        answer = None
         for message in turns:
             kept.append(message)
             sent.append(message)
             if message["role"] == "system":
                 continue
-            answer = yield Turn(sent, tools, len(kept))
+            answer = yield sent, tools
             kept.append(self._message(answer))
             sent.append({"role": "assistant", "content": kept[-1]["content"]})
             if not answer.finished or answer.calls:
                 break
-        complete = answer is not None and answer.finished
-        row: dict[str, Any] = {"line": n, "messages": kept, "complete": complete}
+        row: dict[str, Any] = {"line": n, "messages": kept, "complete": answer.finished}
         if tools:
             row["tools"] = tools
-        if answer is not None and self.answered < SURE:
+        if self.answered < SURE:
             self._read(row, answer)
         self.answered += 1
         return row
@@ -130,11 +126,16 @@ class Answering:
         self.on_rows(len(self.ledger.numbers))
 
     def _message(self, answer: ServerAnswer) -> dict[str, Any]:
-        """Return an answer as a turn of a row."""
+        """Return an answer as a turn of a row. A cut one loses the character within which it
+        ended: its tokens are not those of the sign that stands for it."""
         text, thought = answer.text.strip(), answer.reasoning.strip()
+        if not answer.finished:
+            text, thought = (said.removesuffix("\ufffd") for said in (text, thought))
         said = f"{text}{thought}{json.dumps(answer.calls, ensure_ascii=False)}"
         if any(s in said for s in self.specials):
             raise AnswerRefused("the answer holds a control token of the target's template")
+        if not text and not thought and not answer.calls:
+            raise AnswerRefused("the answer is empty")
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thought:
             message["reasoning_content"] = thought
@@ -150,7 +151,7 @@ class Answering:
         try:
             (found,) = encode(interpret(row, "row"), self.tokenizer, how)
         except (BadRow, ValueError) as problem:
-            self.unusable[problem.reason if isinstance(problem, BadRow) else str(problem)] += 1
+            self.unusable.append(getattr(problem, "reason", str(problem)))
             return
         here = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
         here = here[:-1] if here[-1] in self.ends else here
@@ -168,10 +169,10 @@ class Answering:
         say(self.cut())
         if self.template:
             say(f"asked with {self.template}: train with the same data.chat_template_kwargs")
-        if unusable := self.unusable.total():
+        if self.unusable:
             say(
-                f"warning: training would leave out {unusable} of the rows that were looked at, "
-                f"one because {next(iter(self.unusable))}"
+                f"warning: training would leave out {len(self.unusable)} of the rows that were "
+                f"looked at, one because {self.unusable[0]}"
             )
         if not (counted := self.tokens_alike.total()):
             return

@@ -51,10 +51,6 @@ class SynthesizeConfig(AutoDtype):
     max_question_tokens: OneOrMore = 64
     # longest answer, tokens; null = 200, with prompts 4096: a model that thinks needs them
     max_new_tokens: OneOrMore | None = None
-    # local: temperature of the questions
-    question_temperature: AboveZero = 1.0
-    # local: nucleus of the questions (1 = off)
-    question_top_p: Annotated[float, Interval(gt=0, le=1)] = 0.95
     # temperature of the answers
     answer_temperature: NotNegative = 0.7
     # nucleus of the answers (1 = off)
@@ -76,8 +72,8 @@ class SynthesizeConfig(AutoDtype):
     concurrency: OneOrMore = 256
     # openai: seconds that an answer may take
     timeout: AboveZero = 600.0
-    # openai: tries after the first one, for each request; the waits between them grow to 8 s. A
-    #     rate limit uses up none: it is waited for, as long as the server says
+    # openai: tries after the first one, for each request; the waits between them grow to 8 s, or
+    #     are what the server asks for
     retries: ZeroOrMore = 12
     # prompts: share of the questions that may stay without an answer (malformed, refused, all
     #     tries used up)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.scripts.data.answering import SURE, Answering, Turn
+from outrider.scripts.data.answering import SURE, Answering
+from outrider.scripts.data.questions import Question
 from outrider.scripts.data.server import AnswerRefused, GivenUp, OpenAIServer, read_answer
 
 
@@ -50,9 +51,10 @@ class Regenerator(Answering):
         except StopIteration as end:
             return dict(end.value)
 
-    def _body(self, n: int, turn: Turn) -> dict[str, Any]:
+    def _body(self, n: int, asked: Question) -> dict[str, Any]:
         """Return a request; its seed is its own."""
-        digest = hashlib.sha256(repr((self.cfg.seed, n, turn.turn)).encode()).digest()
+        messages, tools = asked
+        digest = hashlib.sha256(repr((self.cfg.seed, n, len(messages))).encode()).digest()
         return {
             "model": self.model,
             "max_tokens": self.cfg.longest,
@@ -60,7 +62,7 @@ class Regenerator(Answering):
             "top_p": self.cfg.answer_top_p,
             "stream": False,
             **self.cfg.extra_body,
-            **({"tools": turn.tools} if turn.tools else {}),
-            "messages": turn.messages,
+            **({"tools": tools} if tools else {}),
+            "messages": messages,
             "seed": int.from_bytes(digest[:4]) >> 1,
         }

@@ -14,7 +14,8 @@ from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.prompts import chat_ids
-from outrider.scripts.data.answering import SURE, Answering, Turn
+from outrider.scripts.data.answering import SURE, Answering
+from outrider.scripts.data.questions import Question
 from outrider.scripts.data.server import AnswerRefused, ServerAnswer
 
 
@@ -42,29 +43,29 @@ class InProcess(Answering):
         talks = {n: self.converse(n) for n in numbers}
         heard: dict[int, Any] = dict.fromkeys(numbers)
         found: dict[int, dict[str, Any]] = {}
+        sampling = Sampling(self.cfg.answer_temperature, top_p=self.cfg.answer_top_p)
         while heard:
             requests = {}
             for n, out in heard.items():
                 try:
-                    turn = talks[n].send(out and self._answer(out))
-                    requests[n] = self._request(n, turn)
+                    requests[n] = self._request(n, talks[n].send(out and self._answer(out)))
                 except StopIteration as end:
                     found[n] = end.value
                 except AnswerRefused as error:
                     self.fail(n, error)
-            sampling = Sampling(self.cfg.answer_temperature, top_p=self.cfg.answer_top_p)
             outs = self.decode(list(requests.values()), sampling, 2 * self.cfg.seed + 1)
             heard = dict(zip(requests, outs, strict=True))
         return [found[n] for n in numbers if n in found]
 
-    def _request(self, n: int, turn: Turn) -> Request:
+    def _request(self, n: int, asked: Question) -> Request:
+        messages, tools = asked
         try:
-            ids = chat_ids(self.tokenizer, turn.messages, tools=turn.tools, **self.template)
+            ids = chat_ids(self.tokenizer, messages, tools=tools, **self.template)
         except UserError as error:
             raise AnswerRefused(str(error)) from None
         if why := unfit(self.target, len(ids), self.cfg.longest):
             raise AnswerRefused(f"the conversation {why}")
-        return Request(ids, self.cfg.longest, id=turn.turn - 1 << 48 | n)
+        return Request(ids, self.cfg.longest, id=len(messages) - 1 << 48 | n)
 
     def decode(
         self,
@@ -75,23 +76,14 @@ class InProcess(Answering):
     ) -> list[Generation]:
         """Return whatever follows the requests. stop: tokens that end it, in place of the
         target's."""
-        run = generate(
-            self.target,
-            NoDraft(),
-            requests,
-            sampling,
-            batch_size=self.cfg.batch,
-            seed=seed,
-            eos_ids=stop,
-        )
+        how: Any = {"batch_size": self.cfg.batch, "seed": seed, "eos_ids": stop}
+        run = generate(self.target, NoDraft(), requests, sampling, **how)
         self.tokens += sum(len(one.token_ids) for one in run.generations)
         return run.generations
 
     def _answer(self, out: Generation) -> ServerAnswer:
-        text, ids = self.text(out), out.token_ids
-        if not text.strip():
-            raise AnswerRefused("the answer is empty")
-        return ServerAnswer(text, out.finish == "eos", len(ids), list(ids))
+        ids = list(out.token_ids)
+        return ServerAnswer(self.text(out), out.finish == "eos", len(ids), ids)
 
     def text(self, out: Generation) -> str:
         """Return what was decoded, without its end-of-turn token; other special tokens are

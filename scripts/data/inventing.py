@@ -16,7 +16,7 @@ from outrider.decode.sampling import Sampling
 from outrider.scripts.common.prompts import user_header
 from outrider.scripts.data.in_process import InProcess
 from outrider.scripts.data.ledger import say
-from outrider.scripts.data.questions import Invented, fingerprint
+from outrider.scripts.data.questions import Question, fingerprint
 
 MIN_CHARS = 8
 MIN_LETTERS = 0.2  # share of letters among the characters that are no white space
@@ -27,11 +27,9 @@ def clean_question(text: str, complete: bool) -> str:
     """Return the question without white space around it; one that was cut loses its
     unfinished last sentence, if it has a finished one before."""
     text = text.strip().rstrip("\ufffd").rstrip()
-    if not complete:
-        ends = [m.end() for m in re.finditer(r"[.?!](?=\s|$)|\n", text)]
-        if ends and ends[-1] >= MIN_CHARS:
-            text = text[: ends[-1]].rstrip()
-    return text
+    ends = [m.end() for m in re.finditer(r"[.?!](?=\s|$)|\n", text)]
+    whole = complete or not ends or ends[-1] < MIN_CHARS
+    return text if whole else text[: ends[-1]].rstrip()
 
 
 def junk(text: str, specials: tuple[str, ...] = ()) -> str:
@@ -52,9 +50,10 @@ class Inventing(InProcess):
     """The target asks as well as it answers. Block b is a pure function of (target, settings, seed,
     b, the questions before it), whatever ran before in this process.
 
-    seen: fingerprints of the questions on file. dropped: junk by reason."""
+    invented: number -> question of the block. seen: fingerprints of the questions on file.
+    dropped: junk by reason."""
 
-    questions: Invented
+    invented: dict[int, str] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -76,8 +75,12 @@ class Inventing(InProcess):
         while (missing := self.total - len(self.ledger.numbers)) > 0:
             first = ((max(self.ledger.numbers, default=-1) >> 24) + 1) << 24
             new = self._questions(first, min(self.cfg.batch, missing))
-            self.questions.texts = dict(enumerate(new, first))
-            yield [*self.questions.texts]
+            self.invented = dict(enumerate(new, first))
+            yield [*self.invented]
+
+    def question(self, n: int) -> Question:
+        """Return an invented question of the block."""
+        return [{"role": "user", "content": self.invented[n]}], None
 
     def fail(self, n: int, error: Exception) -> None:
         """Count an invented question that has no answer; another one replaces it."""
@@ -97,7 +100,7 @@ class Inventing(InProcess):
 
     def _questions(self, first: int, want: int) -> list[str]:
         """`want` usable questions; `first` numbers the requests."""
-        sampling = Sampling(self.cfg.question_temperature, top_p=self.cfg.question_top_p)
+        sampling = Sampling(1.0, top_p=0.95)
         good: dict[str, str] = {}
         drawn, reasons = 0, Counter[str]()
         for _ in range(ROUNDS):
@@ -121,5 +124,5 @@ class Inventing(InProcess):
         why = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none dropped"
         raise UserError(
             f"target: only {len(good)} of {drawn} invented questions are usable ({why}); take an "
-            "instruction-tuned chat model, or a higher question_temperature"
+            "instruction-tuned chat model"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -21,20 +20,14 @@ class Ledger:
     FILE.meta.json beside it: the settings. numbers: questions whose rows are on file. tally:
     answers, and those that were cut.
 
-    A line that a kill cut short goes on the next start."""
+    Continues what is there; a line that a kill cut short goes. Raises UserError: a foreign or
+    damaged file, other settings (each is named)."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path, self.settings = path, settings
+        self.path, self.settings = path, json.loads(json.dumps(settings))
         self.meta = path.with_name(path.name + ".meta.json")
         self.numbers: set[int] = set()
         self.tally: Counter[str] = Counter()
-
-    def open(self) -> None:
-        """Continue what is there. Raises UserError: a folder, a foreign or damaged file, other
-        settings (each is named)."""
-        path = self.path
-        if path.is_dir():
-            raise UserError(f"out: {path} is a folder; give a file such as {path / 'data.jsonl'}")
         if not self.meta.exists():
             if path.exists():
                 raise UserError(
@@ -42,17 +35,21 @@ class Ledger:
                 )
             return
         try:
-            wrong = differences(json.loads(self.meta.read_bytes()), self.settings)
-            if not wrong and path.exists():
+            known, apart = dict(json.loads(self.meta.read_bytes())), []
+            for key in {**known, **self.settings}:
+                before, now = (str(found.get(key)) for found in (known, self.settings))
+                if before != now:
+                    apart.append(f"{key} {before[:40]}, now {now[:40]}")
+            if not apart and path.exists():
                 self._read()
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"out: {path} or {self.meta.name} was changed since it was written; delete both "
                 "to start again"
             ) from None
-        if wrong:
+        if apart:
             raise UserError(
-                f"out: {path} was made with other settings ({'; '.join(wrong)}); give another name"
+                f"out: {path} was made with other settings ({'; '.join(apart)}); give another name"
             )
 
     def _read(self) -> None:
@@ -101,20 +98,5 @@ def say(text: str) -> None:
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """Return one JSON line; letters stay readable, what some readers take for a line end
-    does not."""
-    text = json.dumps(row, ensure_ascii=False)
-    return re.sub("[\x85\u2028\u2029]", lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
-
-
-def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Return every leaf in which two settings differ, as "key old, now new"."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = []
-        for name in [*old, *(k for k in new if k not in old)]:
-            found += differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-        return found
-    short = [
-        v[:12] if isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) else v for v in (old, new)
-    ]
-    return [] if old == new else [f"{key} {short[0]}, now {short[1]}"]
+    """Return a row as a line of JSON, letters readable."""
+    return json.dumps(row, ensure_ascii=False) + "\n"

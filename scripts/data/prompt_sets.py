@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from outrider.conf.errors import UserError
 from outrider.conf.rules import NotEmpty, ZeroOrMore
 from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
-from outrider.scripts.common.files import sha256, write_json
+from outrider.scripts.common.files import write_json
 from outrider.scripts.common.prompts import DEMO, load_prompts, requested, spoken
-from outrider.scripts.common.published import Published, copies, rows_of
+from outrider.scripts.common.published import Published, rows_of
 from outrider.scripts.data.ledger import json_line, say
 from outrider.scripts.data.questions import asked_of, fingerprint
-from outrider.scripts.data.suites import SuiteConfig, every_suite, load_suite
+from outrider.scripts.data.suites import every_suite, load_suite
 
 GROUP = "prompt_set"  # not `prompts`: Hydra takes a key with a folder's name for a choice of it
 SHOWN = ("name", "dataset", "config", "files", "split", "revision", "licence", "tried")
@@ -42,8 +42,6 @@ class PromptSet(Published):
 
     word, place = "prompts", "prompts_path"
 
-    # rows of the whole set, about
-    rows: ZeroOrMore = 0
     # column with a question, a list of them, or a list of messages (role and content, or from and
     # value), of which the answers are dropped
     column: NotEmpty = "messages"
@@ -101,10 +99,10 @@ def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
     wanted = {"set": which.described, "unseen": list(unseen)}
     if path.is_file() and record.is_file():
         found = json.loads(record.read_text(encoding="utf-8"))
-        if {key: found.get(key) for key in wanted} == wanted and found["sha256"] == sha256(path):
+        if {key: found.get(key) for key in wanted} == wanted:
             return path
     say(f"reading {which.name} from {which.path or 'the hub'}; licence: {which.licence}")
-    questions, missing = _unseen(which, unseen)
+    questions = _unseen(unseen, hub=not which.path)
     rows, lines, left = _rows(which), dict[int, str](), Counter[str]()
     for number, row in enumerate(rows, 1):
         try:
@@ -117,41 +115,30 @@ def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
             lines[key] = json_line({"id": f"{which.name}:{number}", "messages": messages})
         except ValueError as why:
             left[str(why).partition(";")[0]] += 1
+    reasons = ", ".join(f"{n:,} {why}" for why, n in left.items()) or "none"
     if not lines:
-        reasons = ", ".join(left) or "it is empty"
         raise UserError(f"prompts: {which.name}: no row can be asked ({reasons}); take another")
     with whole(path) as stage, stage.open("w", encoding="utf-8", newline="") as file:
         file.writelines(lines[key] for key in sorted(lines))
-    told = {**wanted, "read": len(rows), "prompts": len(lines), "left_out": dict(left)}
-    told |= {"compared_with": sorted({*questions.values()}), "not_compared_with": missing}
-    write_json(record, {**told, "path": which.path, "sha256": sha256(path)})
-    _tell(which, told)
+    compared = sorted({*questions.values()})
+    told = {"read": len(rows), "prompts": len(lines), "left_out": dict(left)}
+    write_json(record, {**wanted, **told, "compared_with": compared, "path": which.path})
+    say(f"{which.name}: {len(lines):,} prompts of {len(rows):,} rows; left out: {reasons}")
+    say(f"{which.name}: compared word for word with those of {', '.join(compared)}")
     return path
 
 
-def _tell(which: PromptSet, found: dict[str, Any]) -> None:
-    """What whoever trains on such prompts should know."""
-    name, read = which.name, found["read"]
-    left = ", ".join(f"{n:,} {why}" for why, n in found["left_out"].items()) or "none"
-    say(f"{name}: {found['prompts']:,} prompts of {read:,} rows; left out: {left}")
-    say(f"{name}: compared word for word with those of {', '.join(found['compared_with'])}")
-    for line in found["not_compared_with"]:
-        say(f"warning: not compared with {line}")
-    if which.rows and not 0.9 < read / which.rows < 1.1:
-        say(f"{name}: the published set has about {which.rows:,} rows")
-    if not which.tried:
-        say(f"{name}: its description had not been tried on the real set yet")
-
-
-def _unseen(which: PromptSet, names: Sequence[str]) -> tuple[dict[int, str], list[str]]:
-    """(questions of benchmarks that must not be asked: key -> where it stands, why a benchmark
-    could not be compared with). Suites lie where the set lies, on the hub or beside a copy."""
-    questions, missing = dict[int, str](), list[str]()
+def _unseen(names: Sequence[str], hub: bool) -> dict[int, str]:
+    """Return the questions of benchmarks that must not be asked: key -> where it stands. A suite
+    that cannot be had is said; beside a copy on this disk none is asked of the hub."""
+    questions = dict[int, str]()
     by_name = {suite.name: suite for suite in every_suite()}
     for name in dict.fromkeys([DEMO.stem, *names]):
         try:
+            if name in by_name and not hub:
+                raise UserError(f"{name}, which is on the hub; unseen takes a file of its prompts")
             if name in by_name:
-                prompts = load_suite(_beside(by_name[name], which.path)).prompts
+                prompts = load_suite(by_name[name]).prompts
             else:
                 prompts = load_prompts(DEMO if name == DEMO.stem else Path(name))
         except UserError as error:
@@ -160,22 +147,10 @@ def _unseen(which: PromptSet, names: Sequence[str]) -> tuple[dict[int, str], lis
                     f"unseen: {name!r} is neither a suite ({', '.join(by_name)}) nor a file of "
                     f"prompts ({error})"
                 ) from None
-            missing.append(str(error).removeprefix("suite: "))
+            say(f"warning: not compared with {str(error).removeprefix('suite: ')}")
             continue
         questions |= {_key(prompt.turns[:1]): name for prompt in prompts}
-    return questions, missing
-
-
-def _beside(suite: SuiteConfig, path: str) -> SuiteConfig:
-    """Return a suite where the set of prompts is. Raises UserError where it is not."""
-    if not path:
-        return suite
-    place = Path(path).expanduser()
-    folder = place if place.is_dir() else place.parent
-    found = [path for root in (folder, folder.parent) for path in copies(suite, root)]
-    if not found:
-        raise UserError(f"{suite.name}: {folder} has no copy of it")
-    return replace(suite, path=str(found[0]))
+    return questions
 
 
 def _key(turns: Sequence[str]) -> int:

@@ -1,22 +1,20 @@
-"""The run of `scripts/synthesize.py`: who asks, who answers, the ledger, signals."""
+"""The run of `scripts/synthesize.py`: who asks, who answers, what is on file."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import TextColumn
 
 from outrider.conf.disk import check_space
-from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.errors import UserError, resumable
 from outrider.decode.models.identity import sha256_template, sha256_tokenizer
 from outrider.decode.models.load import load_target, load_tokenizer
 from outrider.scripts.common.progress import Steps, columns
@@ -27,81 +25,73 @@ from outrider.scripts.data.in_process import InProcess
 from outrider.scripts.data.inventing import Inventing
 from outrider.scripts.data.ledger import Ledger, say
 from outrider.scripts.data.prompt_sets import is_file, prompt_set, prompts_of
-from outrider.scripts.data.questions import Invented, Questions
+from outrider.scripts.data.questions import Questions
 from outrider.scripts.data.server import OpenAIServer
 
-FORMAT = 3  # raise when the same settings would give other requests or rows
+FORMAT = 4  # raise when the same settings would give other requests or rows
 USUAL = 600  # conversations, where the target invents the questions
 
 
+@resumable()
 def synthesize(cfg: SynthesizeConfig) -> None:
     """Write or continue cfg.out. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after
     SIGTERM); the file is sound wherever that comes."""
     path = Path(cfg.out).expanduser()
-    questions, total = _questions(cfg, path)
+    questions, total = _questions(cfg, path) if cfg.prompts else (None, 0)
+    total = total or cfg.num_conversations or USUAL
     letters = 5 * (cfg.max_question_tokens + cfg.longest)  # of a row, about
     check_space("out", path.parent, total * letters + (1 << 20))
     if cfg.backend == "openai":
         asyncio.run(_by_server(cfg, questions, total, path))
     else:
-        with stopping(path):
-            _here(cfg, questions, total, path)
+        _here(cfg, questions, total, path)
 
 
-def _questions(cfg: SynthesizeConfig, path: Path) -> tuple[Questions | Invented, int]:
+def _questions(cfg: SynthesizeConfig, path: Path) -> tuple[Questions, int]:
     """Return what is asked, and how many of it."""
-    if not cfg.prompts:
-        return Invented(path), cfg.num_conversations or USUAL
     file, usual = Path(cfg.prompts).expanduser(), 0
     if not is_file(cfg.prompts):
         chosen = replace(prompt_set(cfg.prompts), path=cfg.prompts_path)
         file, usual = prompts_of(chosen, path, cfg.unseen), chosen.take
     questions = Questions(file)
-    bad, of = questions.bad, len(questions) + len(questions.bad)
-    if len(bad) > cfg.max_failed * of:
+    bad, count = questions.bad, len(questions.asked)
+    if len(bad) > cfg.max_failed * (count + len(bad)):
         raise UserError(
-            f"{questions.path}:{bad[0][0]}: {bad[0][1]}; {len(bad)} of {of} questions are "
-            f"malformed, above max_failed={cfg.max_failed:g}; mend them or raise it"
+            f"{questions.path}:{bad[0][0]}: {bad[0][1]}; {len(bad)} of {count + len(bad)} questions"
+            f" are malformed, above max_failed={cfg.max_failed:g}; mend them or raise it"
         )
     for line, reason in bad[:5]:
         say(f"left out {questions.path}:{line}: {reason}")
-    return questions, min(cfg.num_conversations or usual or len(questions), len(questions))
+    return questions, min(cfg.num_conversations or usual or count, count)
 
 
-async def _by_server(cfg: SynthesizeConfig, questions: Any, total: int, path: Path) -> None:
-    """A server answers, many questions at a time. A signal ends what waits for it."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
+async def _by_server(
+    cfg: SynthesizeConfig, questions: Questions | None, total: int, path: Path
+) -> None:
+    """A server answers, many questions at a time."""
     key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
-    server = OpenAIServer(cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries)
-    with stopping(path, lambda: loop.call_soon_threadsafe(task.cancel)):
-        async with server:
-            model = await server.model(cfg.model)
-            tokenizer = load_tokenizer(cfg.target)
-            ledger = Ledger(path, _settings(cfg, questions, tokenizer, {"model": model}))
-            ledger.open()
-            work = Regenerator(cfg, questions, ledger, total, tokenizer, server=server, model=model)
-            with _under_way(work):
-                await work.run()
-            if server.troubles:
-                often = server.troubles.most_common(4)
-                say("tried again after " + ", ".join(f"{n} x {why}" for why, n in often))
+    async with OpenAIServer(cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries) as server:
+        model = await server.model(cfg.model)
+        tokenizer = load_tokenizer(cfg.target)
+        ledger = Ledger(path, _settings(cfg, questions, tokenizer, {"model": model}))
+        work = Regenerator(cfg, ledger, total, tokenizer, questions, server=server, model=model)
+        with _under_way(work):
+            await work.run()
+        if server.troubles:
+            often = server.troubles.most_common(4)
+            say("tried again after " + ", ".join(f"{n} x {why}" for why, n in often))
 
 
-def _here(cfg: SynthesizeConfig, questions: Any, total: int, path: Path) -> None:
+def _here(cfg: SynthesizeConfig, questions: Questions | None, total: int, path: Path) -> None:
     """The target answers in this process."""
     target = load_target(cfg.target, cfg.dtype)
-    identity = {k: v for k, v in target.identity.to_json().items() if k != "path"}
-    made = {"batch": cfg.batch, "dtype": cfg.dtype, "target": identity}
-    kind: Any = InProcess
-    if isinstance(questions, Invented):
-        kind = Inventing
-        asked = ("max_question_tokens", "question_temperature", "question_top_p")
-        made |= {key: getattr(cfg, key) for key in asked}
+    made = {f"target.{k}": v for k, v in target.identity.to_json().items() if k != "path"}
+    made |= {"batch": cfg.batch, "dtype": cfg.dtype}
+    if questions is None:
+        made["max_question_tokens"] = cfg.max_question_tokens
     ledger = Ledger(path, _settings(cfg, questions, target.tokenizer, made))
-    ledger.open()
-    shared = {"ledger": ledger, "total": total, "tokenizer": target.tokenizer}
-    work = kind(cfg, questions=questions, target=target, **shared)
+    kind = InProcess if questions else Inventing
+    work = kind(cfg, ledger, total, target.tokenizer, questions, target=target)
     with _under_way(work):
         work.run()
 
@@ -119,7 +109,7 @@ def _under_way(work: Answering) -> Iterator[None]:
     if have == total:
         say(f"{ledger.path} already holds {total} conversations; nothing to do")
     begun, note = time.monotonic(), TextColumn("{task.fields[note]}")
-    with Steps(*columns(10), note, console=Console(stderr=True), every=10.0) as bar:
+    with Steps(*columns(10), note) as bar:
         task = bar.add_task("synthesize", total=total, completed=have, note="")
 
         def tell(rows: int) -> None:
@@ -137,44 +127,16 @@ def _under_way(work: Answering) -> Iterator[None]:
 
 
 def _settings(
-    cfg: SynthesizeConfig, questions: Questions | Invented, tokenizer: Any, more: dict[str, Any]
+    cfg: SynthesizeConfig, questions: Questions | None, tokenizer: Any, more: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what decides the rows. A server's address is no part of it: another one of the
     same model may continue."""
     keys = ("backend", "seed", "answer_temperature", "answer_top_p", "extra_body")
     found = {"format": FORMAT, **{key: getattr(cfg, key) for key in keys}}
     found["max_new_tokens"] = cfg.longest
-    if isinstance(questions, Questions):
+    if questions:
         found["prompts"] = questions.sha256
         if not is_file(cfg.prompts):
             found["prompt_set"] = prompt_set(cfg.prompts).described
-    hashes = {"tokenizer": sha256_tokenizer(tokenizer), "template": sha256_template(tokenizer)}
-    return {**found, "target": hashes, **more}
-
-
-@contextlib.contextmanager
-def stopping(path: Path, cancel: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the block with Interrupted, at once; the file is sound at any time.
-    cancel: called in the handler instead, for a run that waits in an event loop."""
-    came: list[int] = []
-
-    def stopped() -> Interrupted:
-        return Interrupted(
-            f"interrupted: {path} keeps its rows; the same command continues",
-            code=130 if came[0] == signal.SIGINT else 75,
-        )
-
-    def handle(number: int, _: Any) -> None:
-        came.append(number)
-        if cancel is None:
-            raise stopped()
-        cancel()
-
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except asyncio.CancelledError:
-        raise stopped() from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    found["target.tokenizer_sha256"] = sha256_tokenizer(tokenizer)
+    return {**found, "target.template_sha256": sha256_template(tokenizer), **more}

@@ -1,15 +1,13 @@
-"""A server of the OpenAI API, asked by the `openai` client, which tries again what may pass (5xx, a
-lost connection). A rate limit is waited for and uses up no try. The key comes from an environment
-variable, goes to this server alone and is cut out of everything that is printed."""
+"""A server of the OpenAI API, asked by the `openai` client, which tries again what may pass (a rate
+limit, 5xx, a lost connection). The key comes from an environment variable, goes to this server
+alone and is cut out of everything that is printed."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -19,7 +17,6 @@ from outrider.train.data.spans import arguments
 CONNECT = 60.0  # seconds that a connection may take
 FIRST = 6.0  # seconds for a first page, as long as nothing was ever heard of the server
 MAX_BYTES = 16 << 20  # of a page
-PAUSE = 2.0  # seconds after a rate limit that does not say how long
 MOST_TOKENS = 1 << 31  # of an answer; a larger count is none
 ENDED = ("stop", "tool_calls", "function_call")  # reasons for which the model itself ends
 PASSING = (408, 409, 429)  # the client tries again, as after every 5xx
@@ -50,9 +47,10 @@ class ServerAnswer:
 
 @dataclass
 class OpenAIServer:
-    """One server. Use as `async with`. timeout: seconds for an answer. retries: tries after the
-    first one. setting, key_setting: the keys that messages about the address and about the
-    variable of the key name ("" none). mend: what to do where nothing is there."""
+    """One server. Use as `async with`. timeout: seconds that an answer may be waited for.
+    retries: tries after the first one. setting, key_setting: the keys that messages about the
+    address and about the variable of the key name ("" none). mend: what to do where nothing is
+    there. troubles: replies that were asked for again, by status. heard: it has answered once."""
 
     base_url: str
     key: str
@@ -61,30 +59,20 @@ class OpenAIServer:
     setting: str = "base_url"
     key_setting: str = "api_key_env"
     mend: str = "mend base_url (it usually ends with /v1) or model"
+    troubles: Counter[str] = field(default_factory=Counter)
+    heard: bool = False
 
     async def __aenter__(self) -> OpenAIServer:
-        import httpx
         import openai
 
-        self.troubles: Counter[str] = Counter()  # replies that were asked for again, by status
-        self.heard = False  # whether it has ever answered anything
+        async def hear(reply: Any) -> None:
+            self.heard = True
+            if reply.status_code in PASSING or reply.status_code >= 500:
+                self.troubles[f"status {reply.status_code}"] += 1
 
-        server = self
-
-        class Http(openai.DefaultAsyncHttpxClient):
-            async def send(self, request: Any, **how: Any) -> Any:
-                while True:
-                    try:  # the client's own limit is of each wait for bytes
-                        async with asyncio.timeout(server.timeout):
-                            reply = await super().send(request, **how)
-                    except TimeoutError:
-                        raise httpx.ReadTimeout("too long", request=request) from None
-                    wait = server.hear(reply)
-                    if wait is None:
-                        return reply
-                    await asyncio.sleep(wait)
-
-        self._http = Http(follow_redirects=False)
+        self._http = openai.DefaultAsyncHttpxClient(
+            follow_redirects=False, event_hooks={"response": [hear]}
+        )
         self._client = openai.AsyncOpenAI(
             api_key=self.key or "none",
             base_url=self.base_url,
@@ -96,17 +84,6 @@ class OpenAIServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
-
-    def hear(self, reply: Any) -> float | None:
-        """Count a reply that is asked for again. Return the seconds to wait after a rate limit,
-        None for any other reply and where the account is used up."""
-        self.heard, status = True, reply.status_code
-        if status in PASSING or status >= 500:
-            self.troubles[f"status {status}"] += 1
-        if status != 429 or "insufficient_quota" in reply.text:
-            return None
-        said = reply.headers.get("retry-after", "")
-        return float(said) if re.fullmatch(r"\d+(\.\d+)?", said) else PAUSE
 
     async def model(self, wanted: str) -> str:
         """Return the name of the model to ask: `wanted` if the server has it, the only one
@@ -209,46 +186,39 @@ def read_answer(reply: Any) -> ServerAnswer:
     try:
         choice = reply["choices"][0]
         message, reason = choice["message"], choice["finish_reason"]
-        called, thought = message.get("tool_calls"), _reasoning(message)
-        text = message.get("content") if called or thought else message["content"]
+        text, called = message.get("content") or "", message.get("tool_calls")
+        found = (message.get(key) for key in ("reasoning_content", "reasoning"))  # vLLM's newer
+        thought = next((said for said in found if isinstance(said, str) and said.strip()), "")
         tokens = (reply.get("usage") or {}).get("completion_tokens", -1)
     except (KeyError, IndexError, TypeError, AttributeError):
         raise GivenUp("an answer of another form") from None
     if reason == "content_filter":
         raise AnswerRefused("the answer is filtered")
-    if not is_whole(f"{text}{thought}"):
-        raise AnswerRefused(f"the answer holds {HALF}")
-    if not isinstance(text, str | None) or reason not in (*ENDED, "length", None):
+    if not isinstance(text, str) or reason not in (*ENDED, "length", None):
         raise GivenUp("an answer of another form")
-    finished, blank = reason in ENDED, not (text or "").strip()
+    finished = reason in ENDED
     calls = _calls(called, finished) if called else None
-    if blank and not calls and (finished or not thought.strip()):
+    if not is_whole(text + thought + json.dumps(calls, ensure_ascii=False)):
+        raise AnswerRefused(f"the answer holds {HALF}")
+    if not text.strip() and not calls and (finished or not thought):
         raise AnswerRefused("the answer is empty" + (" behind its reasoning" if thought else ""))
     ids = choice.get("token_ids")
     whole = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
     counted = type(tokens) is int and 0 <= tokens < MOST_TOKENS
     return ServerAnswer(
-        text or "", finished, tokens if counted else -1, ids if whole else None, thought, calls
+        text, finished, tokens if counted else -1, ids if whole else None, thought, calls
     )
-
-
-def _reasoning(message: dict[str, Any]) -> str:
-    """Return what a reasoning parser kept apart, under its old name or vLLM's newer one."""
-    found = (message.get(key) for key in ("reasoning_content", "reasoning"))
-    return next((text for text in found if isinstance(text, str) and text.strip()), "")
 
 
 def _calls(called: Any, finished: bool) -> list[dict[str, Any]]:
     """Tool calls as they go into a row. Raises AnswerRefused for a cut one and for another
     form."""
+    if not finished:
+        raise AnswerRefused("the answer is a tool call that was cut")
     try:
         if isinstance(called, str):
             raise ValueError("tool_calls are not a list of objects")
         arguments(called)
-        if not is_whole(json.dumps(called, ensure_ascii=False)):
-            raise ValueError(f"it holds {HALF}")
     except ValueError as error:
         raise AnswerRefused(f"the answer is a tool call that cannot be read ({error})") from None
-    if not finished:
-        raise AnswerRefused("the answer is a tool call that was cut")
     return [{k: c[k] for k in ("id", "type", "function") if k in c} for c in called]

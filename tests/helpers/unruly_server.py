@@ -9,13 +9,11 @@ whose last user turn is TEXT gets the n-th fault, afterwards a good answer, whic
 messages, max_tokens and seed alone. The first N requests are answered when all of them are there.
 thinks: before every answer, as Qwen3 does; "inside" leaves the reasoning in the text (no reasoning
 parser), "reasoning_content" and "reasoning" keep it apart under that name. With "look" in the
-question and tools in the request the answer is a call of the first tool. The largest number of
-requests under way at a time is served at /peak.
+question and tools in the request the answer is a call of the first tool.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import socket
@@ -27,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-FAULTS = ("429-wait", "500", "503-html", "cut", "slow", "drip", "no-http")  # that pass
+FAULTS = ("429-wait", "500", "503-html", "cut", "slow", "no-http")  # that pass
 SENTENCE = "the rider goes ahead of a slow horse and looks back along road"
 WORDS = SENTENCE.split()
 
@@ -77,7 +75,6 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.schedule, self.lock = schedule, threading.Lock()
         self.faults = {text: list(faults) for text, faults in schedule.get("faults", {}).items()}
-        self.now = self.peak = 0
         self.gather = threading.Barrier(schedule.get("gather", 1))
         self.waiting = schedule.get("gather", 0)
 
@@ -99,8 +96,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def do_GET(self) -> None:
-        if self.path == "/peak":
-            return self.reply(200, str(self.server.peak).encode())
         if not self.knows_the_key():
             return None
         if fault := self.server.schedule.get("models"):
@@ -117,8 +112,6 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/chat/completions":
             return self.reply(404, b"not found")
         with self.server.lock:
-            self.server.now += 1
-            self.server.peak = max(self.server.peak, self.server.now)
             first, self.server.waiting = self.server.waiting > 0, self.server.waiting - 1
             faults = self.server.faults.get(body["messages"][-1]["content"], [])
             fault = faults.pop(0) if faults else self.server.schedule.get("always", "")
@@ -128,9 +121,6 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(fault, body) if fault else self.good(body)
         except (BrokenPipeError, ConnectionResetError):
             pass
-        finally:
-            with self.server.lock:
-                self.server.now -= 1
 
     def knows_the_key(self) -> bool:
         key = self.server.schedule.get("key")
@@ -175,14 +165,6 @@ class Handler(BaseHTTPRequestHandler):
             return None
         if fault == "slow":
             return time.sleep(60)
-        if fault == "drip":  # an answer without an end
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                while self.wfile.write(b" "):
-                    time.sleep(0.1)
-            self.close_connection = True
-            return None
         if fault == "no-http":
             self.wfile.write(b"hello, who is there?\r\n\r\n")
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

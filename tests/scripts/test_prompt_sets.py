@@ -67,8 +67,7 @@ def asked(path: Path) -> list[list[str]]:
     questions = Questions(path)
     assert not questions.bad
     return [
-        [m["content"] for m in questions[n][0] if m["role"] == "user"]
-        for n in range(len(questions))
+        [m["content"] for m in turns if m["role"] == "user"] for _, (turns, _) in questions.asked
     ]
 
 
@@ -76,10 +75,9 @@ def test_every_set_is_described_like_its_file_and_listed() -> None:
     assert set(known()) == set(SETS)
     for name in known():
         found = prompt_set(name)
-        assert found.name == name and found.dataset and found.licence and found.rows
+        assert found.name == name and found.dataset and found.licence
         assert not found.tried and cli.options("prompt_set")[name].endswith("real set)")
         assert not found.revision or len(found.revision) == 40
-        assert found.take < found.rows
 
 
 def test_the_form_of_every_set_is_read(
@@ -115,9 +113,9 @@ def test_what_cannot_be_asked_is_counted(
     ]
     folder = tmp_path / "sets"
     written(folder, "sharegpt", rows)
-    written(folder, "gsm8k", [{"question": "Natalia  sold 48 clips", "answer": "#### 72"}])
+    seen = written(tmp_path, "seen", [{"prompt": "Natalia  sold 48 clips"}])
     which = replace(prompt_set("sharegpt"), path=str(folder))
-    path = prompts_of(which, tmp_path / "a.jsonl", ["gsm8k", "humaneval"])
+    path = prompts_of(which, tmp_path / "a.jsonl", [str(seen), "humaneval"])
     lines = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
     assert len(lines) == 2
     assert [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}] in lines
@@ -128,13 +126,9 @@ def test_what_cannot_be_asked_is_counted(
         and left["asked already"] == 1
         and left["begins with an answer"] == 2
     )
-    assert left["in demo"] == left["in gsm8k"] == left["above 12,000 characters"] == 1
-    assert list(found["compared_with"]) == ["demo", "gsm8k"]
-    (missing,) = found["not_compared_with"]
-    assert (
-        missing.startswith("humaneval: ")
-        and f"not compared with {missing}" in capsys.readouterr().err
-    )
+    assert left["in demo"] == left[f"in {seen}"] == left["above 12,000 characters"] == 1
+    assert list(found["compared_with"]) == sorted(["demo", str(seen)])
+    assert "not compared with humaneval, " in capsys.readouterr().err
 
 
 def test_more_prompts_go_on_where_fewer_ended(tmp_path: Path) -> None:
