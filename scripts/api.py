@@ -19,7 +19,7 @@ import secrets
 import subprocess
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
 from outrider.decode import stats
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import BatchLimits, Engine, Fresh, Generation, Request, Row
+from outrider.decode.engine import BatchLimits, Engine, Fresh, Generation, Request
 from outrider.decode.models import load as loading
 from outrider.decode.models.arithmetic import dtype_on
 from outrider.decode.models.config import AUTO
@@ -75,9 +75,7 @@ def load_drafter(name: str, target: Target) -> Drafter:
     """Return a drafter by name: "none", "ngram", a run folder, a head folder or a smaller
     model, with @chain, @tree and the like behind it. Raises UserError as
     heads.resolve_drafter does."""
-    if not isinstance(name, str):
-        raise UserError(f"drafter: a {type(name).__name__}; give a drafter's name")
-    return resolve_drafter(name, _a_target(target))
+    return resolve_drafter(str(name), _a_target(target))
 
 
 def train(head: str, *keys: str, processes: int = 1) -> Path:
@@ -90,12 +88,8 @@ def train(head: str, *keys: str, processes: int = 1) -> Path:
     found = cli.trainer(str(head))
     if found is None:
         raise UserError(f"head: {head}: no such head; {nearest(str(head), cli.options('head'))}")
-    verb, chosen = found
-    if wrong := [key for key in keys if not isinstance(key, str) or "=" not in key]:
-        raise UserError(f"keys: {wrong[0]!r}; give each as text, KEY=VALUE")
-    if processes < 1:
-        raise UserError(f"processes: {processes} is below 1; give 1 or more")
-    code = subprocess.call(cli.launched(verb, processes, [*chosen, *keys]))
+    file, chosen = found
+    code = subprocess.call(cli.launched(file, processes, [*chosen, *keys]))
     if code:
         raise UserError(f"train {head}: ended with exit code {code}; see its message above")
     out = next((key.partition("=")[2] for key in keys if key.startswith("out_dir=")), "")
@@ -112,33 +106,58 @@ class Piece:
     drafted: bool
 
 
-@dataclass
 class Answer:
     """An answer that is decoded as far as it is read: a loop over it gives pieces as they come,
-    and every figure decodes the rest first. Reading it twice decodes once."""
+    and every figure decodes the rest first. Reading it twice decodes once.
 
-    _batch: Engine = field(repr=False)
-    _seat: Row = field(repr=False)
-    _pieces: list[Piece] = field(repr=False)
+    seconds: spent in passes so far, prefill included; neither what the reader did between two
+    pieces counts, nor what a target does once."""
+
+    def __init__(self, batch: Engine, request: Request, stream: Stream) -> None:
+        self.seconds = 0.0
+        self._pieces: list[Piece] = []
+        self._stream = stream
+        self._batch: Engine | None = batch  # until the end
+        self._made = batch.join(request, self._take).generation
+
+    def _take(self, fresh: Fresh) -> None:
+        for token, drafted in zip(fresh.tokens, fresh.drafted, strict=True):
+            self._pieces.append(Piece(token, self._stream.push(token), drafted))
 
     def __iter__(self) -> Iterator[Piece]:
         """Every piece, decoded when it is asked for."""
         at = 0
-        while at < len(self._pieces) or self._batch.busy:
+        while at < len(self._pieces) or self._batch is not None:
             if at < len(self._pieces):
                 yield self._pieces[at]
                 at += 1
-                continue
-            self._batch.step()
-            if not self._batch.busy:
-                self._batch.close()  # answers are kept, caches are not
-                if said := self._batch.left_out():
-                    warnings.warn(said, stacklevel=2)
+            else:
+                self._step()
+
+    def _step(self) -> None:
+        batch = self._batch
+        assert batch is not None
+        batch.step()
+        self.seconds = batch.timing.total_s
+        if not batch.busy:
+            if said := batch.left_out():
+                warnings.warn(said, stacklevel=4)
+            self.stop()
+
+    def stop(self) -> None:
+        """End it here: what was decoded so far is the whole answer."""
+        if self._batch is None:
+            return
+        if self._pieces:
+            last = self._pieces[-1]
+            self._pieces[-1] = replace(last, text=last.text + self._stream.rest())
+        self._batch.close()  # answers are kept, caches are not
+        self._batch = None
 
     def _whole(self) -> Generation:
         for _ in self:
             pass
-        return self._seat.generation
+        return self._made
 
     @property
     def text(self) -> str:
@@ -158,7 +177,7 @@ class Answer:
 
     @property
     def finish(self) -> str:
-        """ "eos" or "length"."""
+        """ "eos" or "length"; "" of an answer that was stopped."""
         return self._whole().finish
 
     @property
@@ -168,16 +187,10 @@ class Answer:
         return stats.accepted_length([self._whole().cycles]).mean
 
     @property
-    def acceptance_by_position(self) -> list[stats.Position]:
-        """Acceptance at every level of the draft."""
-        return stats.acceptance_by_position(self._whole().cycles)
-
-    @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the seconds spent in passes, prefill included; neither what
-        the reader did between two pieces counts, nor what a target does once (decode/engine.py)."""
-        count, spent = len(self._whole().token_ids), self._batch.timing.total_s
-        return count / spent if spent > 0 else float("nan")
+        """Generated tokens over `seconds`."""
+        count = len(self._whole().token_ids)
+        return count / self.seconds if self.seconds > 0 else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +215,7 @@ def _ids(target: Target, prompt: Any) -> list[int]:
     each: list[Any] = [*prompt] if several else [None]
     if all(type(one) is int for one in each):
         return each
-    turns = all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in each)
-    if turns and all(isinstance(text, str) for one in each for text in one.values()):
+    if all(isinstance(one, dict) for one in each):
         return chat_ids(target.tokenizer, each)
     raise UserError(
         "prompt: none of a message's text, a conversation [{'role': .., 'content': ..}] and token "
@@ -213,39 +225,28 @@ def _ids(target: Target, prompt: Any) -> list[int]:
 
 def generate(
     target: Target,
-    prompt: str | Sequence[dict[str, str]] | Sequence[int],
+    prompt: str | Sequence[dict[str, Any]] | Sequence[int],
     drafter: str | Drafter = NONE,
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
     seed: int | None = None,
+    **sampling: float,
 ) -> Answer:
     """Return the target's answer, the same distribution whatever drafts.
 
     prompt: a user's message or a conversation, [{"role": "user", "content": ..}], put through
-    the chat template, or token ids as they are. drafter:
-    a name (see load_drafter) or a drafter, which then serves one answer at a time. seed: the
-    same one gives the same answer; None = another one each time. Nothing is decoded before the
-    answer is read. Raises UserError for settings out of range and for a prompt that is empty,
-    too long or of another vocabulary.
+    the chat template, or token ids as they are. drafter: a name (see load_drafter) or a drafter,
+    which then serves one answer at a time. seed: the same one gives the same answer; None =
+    another one each time. sampling: temperature (0 = greedy, as without any), top_k, top_p, min_p.
+    Nothing is decoded before the answer is read. Raises UserError for settings out of range and
+    for a prompt that is empty, too long or of another vocabulary.
     """
-    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    settings, problems = from_json({"max_new_tokens": max_new_tokens, **given}, _Settings)
+    given = {"max_new_tokens": max_new_tokens, "seed": seed, **sampling}
+    settings, problems = from_json(given, _Settings)
     raise_all(problems)
     ids = _ids(_a_target(target), prompt)
-    made: Any = drafter
-    if not hasattr(drafter, "reset"):
-        made = load_drafter(made, target)
+    made: Any = drafter if hasattr(drafter, "reset") else load_drafter(str(drafter), target)
     longest = min(target.context_length, len(ids) + settings.max_new_tokens)
     batch = Engine(target, made, settings.sampling(), BatchLimits(1, longest), cuts=True)
-    pieces: list[Piece] = []
-    stream = Stream(target.tokenizer)
-
-    def watch(fresh: Fresh) -> None:
-        for token, drafted in zip(fresh.tokens, fresh.drafted, strict=True):
-            pieces.append(Piece(token, stream.push(token), drafted))
-
     key = secrets.randbits(63) if seed is None else seed
     request = Request(ids, settings.max_new_tokens, id=key)
-    return Answer(batch, batch.join(request, watch), pieces)
+    return Answer(batch, request, Stream(target.tokenizer))

@@ -1,8 +1,8 @@
 """Talk to the target. Tokens from accepted drafts are coloured; a footer gives accepted length
 and tokens/s.
 
-    python scripts/chat.py target=smollm2 drafter=runs/demo/eagle3@chain:2
-    echo "What is the capital of France?" | python scripts/chat.py drafter=ngram temperature=0
+    outrider chat target=smollm2 drafter=runs/demo/eagle3@chain:2
+    echo "What is the capital of France?" | outrider chat drafter=ngram temperature=0
 
 Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets the conversation. With piped
 input every line is a turn.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,56 +23,25 @@ if __name__ == "__main__":
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
-from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, generate
 from outrider.decode.models.load import load_target
-from outrider.decode.stats import accepted_length, split
-from outrider.decode.text import Stream
 from outrider.heads.drafters import refuse_other, resolve_drafter
+from outrider.scripts.api import Answer, generate
 from outrider.scripts.common.config import ChatConfig
 from outrider.scripts.common.prompts import chat_ids
 
 DRAFTED = "bright_green"
 
 
-class AnswerTally:
-    """Counts one answer while it streams, so that a stopped answer has a footer too."""
-
-    def __init__(self, prompt: list[int]):
-        self.generation = Generation(list(prompt))
-        self.began = time.perf_counter()
-        self.first = 0.0  # seconds until the first token
-        self.last = 0.0
-
-    def add(self, tokens: list[int], drafted: list[bool]) -> None:
-        """One call of the engine's `on_tokens`: the first is the prefill's token, each later
-        one a cycle.
-        """
-        out = self.generation
-        self.last = time.perf_counter() - self.began
-        if not out.token_ids:
-            self.first = self.last
-        else:
-            accepted = sum(drafted)
-            out.cycles.append(Cycle(accepted, accepted, False, len(out.token_ids)))
-        out.token_ids += tokens
-        out.from_draft += drafted
-
-    def footer(self, finished: Generation | None = None, note: str = "") -> str:
-        """Return accepted length (over complete cycles, bonus token counted), decoding
-        speed, tokens from drafts."""
-        out = finished or self.generation
-        cycles = split(out)
-        mean = accepted_length([cycles.clean + cycles.loop]).mean
-        seconds = self.last - self.first
-        speed = f"{(len(out.token_ids) - 1) / seconds:.1f}" if seconds > 0 else "-"
-        length = "-" if math.isnan(mean) else f"{mean:.2f}"
-        parts = [
-            f"accepted length {length}",
-            f"{speed} tokens/s",
-            f"{len(out.token_ids)} tokens",
-            f"{sum(out.from_draft)} from accepted drafts",
-        ]
-        return " · ".join([*parts, note] if note else parts)
+def footer(answer: Answer, note: str = "") -> str:
+    """Return accepted length (bonus token counted), speed, and tokens from drafts."""
+    mean, speed = answer.accepted_length, answer.tokens_per_second
+    parts = [
+        "accepted length " + ("-" if math.isnan(mean) else f"{mean:.2f}"),
+        "-" if math.isnan(speed) else f"{speed:.1f} tokens/s",
+        f"{len(answer.token_ids)} tokens",
+        f"{sum(answer.from_draft)} from accepted drafts",
+    ]
+    return " · ".join([*parts, note] if note else parts)
 
 
 class Conversation:
@@ -83,7 +51,6 @@ class Conversation:
         from rich.console import Console
 
         self.cfg = cfg
-        self.sampling = cfg.sampling()
         refuse_other([cfg.drafter], cfg.target)
         self.target = load_target(cfg.target, cfg.dtype)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
@@ -105,11 +72,6 @@ class Conversation:
         while len(ids) > room and len(self.messages) > fixed + 1:
             del self.messages[fixed : fixed + 2]
             ids = chat_ids(tokenizer, self.messages)
-        if len(ids) >= self.target.context_length:
-            raise UserError(
-                f"message: {len(ids)} tokens, the target's context holds "
-                f"{self.target.context_length}; write a shorter one"
-            )
         return ids
 
     def answer(self, text: str) -> None:
@@ -118,36 +80,29 @@ class Conversation:
 
         Raises UserError for a message that does not fit; the conversation is then as before
         it."""
+        cfg = self.cfg
         self.messages.append({"role": "user", "content": text})
+        self.number += 1
+        keys = {key: getattr(cfg, key) for key in ("temperature", "top_k", "top_p", "min_p")}
+        seed, longest = cfg.seed << 32 | self.number, cfg.max_new_tokens
         try:
-            prompt = self._prompt()
+            answer = generate(self.target, self._prompt(), self.drafter, longest, seed, **keys)
         except UserError:
             self.messages.pop()
             raise
-        self.number += 1
-        stream, tally = Stream(self.target.tokenizer), AnswerTally(prompt)
-        said: list[str] = []
-
-        def show(_: int, tokens: list[int], drafted: list[bool]) -> None:
-            tally.add(tokens, drafted)
-            for token, was_draft in zip(tokens, drafted, strict=True):
-                said.append(stream.push(token))
-                style = DRAFTED if was_draft else None
-                self.console.print(said[-1], style=style, end="", markup=False, emoji=False)
-
-        run: DecodedRun | None = None
         note = ""
         try:
-            request = Request(prompt, self.cfg.max_new_tokens, id=self.number)
-            how: Any = {"seed": self.cfg.seed, "on_tokens": show}
-            run = generate(self.target, self.drafter, [request], self.sampling, **how)
+            for piece in answer:
+                style = DRAFTED if piece.drafted else None
+                self.console.print(piece.text, style=style, end="", markup=False, emoji=False)
         except KeyboardInterrupt:
             if not self.console.is_terminal:
                 raise
+            answer.stop()
             note = "stopped"
-        self.messages.append({"role": "assistant", "content": "".join(said).strip()})
+        self.messages.append({"role": "assistant", "content": answer.text.strip()})
         self.console.print()
-        self.console.print(tally.footer(run.generations[0] if run else None, note), style="dim")
+        self.console.print(footer(answer, note), style="dim")
 
 
 def _turns(chat: Conversation) -> Iterator[str]:

@@ -90,10 +90,12 @@ class Body(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn of a conversation."""
+    """A turn of a conversation. Whatever else it says is for the chat template."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
+    content: str | None = None
 
 
 class ChatBody(Body):

@@ -4,8 +4,10 @@ plain rows {"prompt": "..."}, one JSON object a line, also mixed. And how turns 
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.jsonl import HALF, is_whole, parse_line, read_lines
 from outrider.scripts.common.files import here
 from outrider.scripts.common.names import DEMO
+from outrider.train.data.spans import arguments
 
 
 @dataclass(frozen=True)
@@ -123,29 +126,63 @@ def _whole(key: str, text: str) -> None:
         raise ValueError(f"{key} holds {HALF}; write the whole character, or remove it")
 
 
-def chat_ids(tokenizer: Any, messages: list[dict[str, str]], **template: Any) -> list[int]:
+def chat_ids(tokenizer: Any, messages: Sequence[dict[str, Any]], **template: Any) -> list[int]:
     """Return token ids of a conversation up to and including the header of the assistant's
     turn, by the chat template. template: further arguments of it.
 
     Raises UserError when the tokenizer has no chat template, the template refuses the
-    messages, or one of them holds half a character."""
+    messages or shows less than they say, or one of them holds no text or half a character."""
     from jinja2 import TemplateError
 
     _check_template(tokenizer)
-    for message in messages:
-        try:
-            _whole(f"the {message['role']}'s text", message["content"])
-        except ValueError as error:
-            raise UserError(f"message: {error}") from None
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **template
+
+    def render(turns: list[dict[str, Any]], tokenize: bool = False) -> Any:
+        return tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=False, tokenize=tokenize, **template
         )
-    except TemplateError as e:
+
+    try:
+        told = [_turn(message) for message in messages]
+        ids = list(render(told, tokenize=True))
+    except ValueError as error:
+        raise UserError(f"message: {error}") from None
+    except TemplateError as error:
         raise UserError(
-            f"target: its chat template refuses the messages ({e}); change the order of roles"
-        ) from e
-    return list(ids)
+            f"target: its chat template refuses the messages ({error}); change the order of roles"
+        ) from None
+    for place, turn in enumerate(told):
+        for key, less in _without(turn):
+            with contextlib.suppress(TemplateError):  # it asks for what is left out
+                if render([*told[:place], less, *told[place + 1 :]]) == render(told):
+                    raise UserError(
+                        f"message: the target's chat template does not show {key} of a turn of "
+                        f"{turn['role']}; leave it out"
+                    )
+    return ids
+
+
+def _without(turn: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what a template may leave out, and the turn without it. Every template shows a user's
+    text, and that of an answer without a tool call."""
+    plain = turn["role"] == "user" or (turn["role"] == "assistant" and "tool_calls" not in turn)
+    if turn["content"].strip() and not plain:
+        yield "content", {**turn, "content": ""}
+    for key in turn.keys() - {"role", "content", "tool_call_id"}:
+        yield key, {k: v for k, v in turn.items() if k != key}
+
+
+def _turn(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as templates take it. Raises ValueError in a user's words."""
+    turn = {key: value for key, value in message.items() if value is not None}
+    calls = turn.get("tool_calls")
+    if not isinstance(role := turn.get("role"), str):
+        raise ValueError("a turn has no role; give user, assistant or system")
+    if not isinstance(turn.setdefault("content", "" if calls else None), str):
+        raise ValueError(f"the content of a turn of {role} is no text")
+    if calls:
+        turn["tool_calls"] = arguments(calls)
+    _whole(f"the {role}'s text", json.dumps(turn, ensure_ascii=False, default=str))
+    return turn
 
 
 def question_ids(tokenizer: Any, text: str) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,11 +40,10 @@ def composed(line: str) -> tuple[str, list[str]] | None:
     if words[:2] == ["outrider", "train"]:
         found = cli.trainer(words[2])
         assert found is not None, line
-        return found[0].file.stem, [*found[1], *words[3:]]
+        return Path(found[0]).stem, [*found[1], *words[3:]]
     if words[0] == "outrider":
-        verb = cli.verbs()[words[1]].file.stem
-        module = importlib.import_module(cli.KEYS[verb].partition(":")[0])
-        return verb, getattr(module, "keyed", list)(words[2:])
+        module = sys.modules[cli.schema_of(words[1]).__module__]
+        return Path(cli.FILES[words[1]][0]).stem, getattr(module, "keyed", list)(words[2:])
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     return Path(words[at]).stem, words[at + 1 :]
 

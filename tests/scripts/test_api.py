@@ -60,8 +60,18 @@ def test_an_answer_is_the_engine_s_own() -> None:
             assert [p.drafted for p in pieces] == answer.from_draft == own.from_draft
             assert answer.finish == own.finish and list(answer) == pieces
             assert answer.text == "".join(p.text for p in pieces)
+            assert answer.text == target.tokenizer.decode(own.token_ids, skip_special_tokens=True)
             assert answer.tokens_per_second > 0
             assert (answer.accepted_length > 1) == any(own.from_draft)
+
+
+def test_a_text_is_its_tokens_wherever_it_ends() -> None:
+    """Also inside a character."""
+    target = api.load_target("tiny", "float32", "cpu")
+    for seed in range(40):
+        answer = api.generate(target, "abc", "ngram", 1 + seed % 9, seed, temperature=1.0)
+        whole = target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        assert answer.text == whole == "".join(piece.text for piece in answer)
 
 
 def test_a_model_is_named_as_transformers_names_it(
@@ -112,13 +122,12 @@ MISTAKES: dict[str, typing.Callable[[Target], object]] = {
     "runs/none-such": lambda t: api.generate(t, "x", "runs/none-such"),
     "max_new_tokens: 0": lambda t: api.generate(t, "x", max_new_tokens=0),
     "temperature: None": lambda t: api.generate(t, "x", temperature=None),  # type: ignore[arg-type]
-    "drafter: a int": lambda t: api.generate(t, "x", drafter=3),  # type: ignore[arg-type]
     "target: a str": lambda t: api.generate("tiny", "x"),  # type: ignore[arg-type]
-    "prompt: ": lambda t: api.generate(t, [{"role": "user"}]),
-    "drafter: ": lambda t: api.load_drafter(None, t),  # type: ignore[arg-type]
+    "prompt: none of": lambda t: api.generate(t, b"abc"),  # type: ignore[arg-type]
+    "message: the content": lambda t: api.generate(t, [{"role": "user"}]),
+    "temperatur: no such key": lambda t: api.generate(t, "x", temperatur=1.0),
     "dtype: 'half'": lambda t: api.load_target("tiny", "half"),
     "name: 7": lambda t: api.load_target(7),  # type: ignore[arg-type]
-    "processes: 0": lambda t: api.train("medusa", processes=0),
     "did you mean smollm2": lambda t: api.load_target("smolm2"),
     "layer: no such key": lambda t: api.load_target("tiny", layer=3),
     "did you mean medusa": lambda t: api.train("medsua"),

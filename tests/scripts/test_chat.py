@@ -1,17 +1,14 @@
 """Chat: streamed text, the footer's figures, and conversations over a pipe."""
 
 import io
+import random
 import sys
 
 import pytest
 
-from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import Request, generate
-from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.engine import Engine, Row
+from outrider.decode.models.load import TargetConfig
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.decode.ngram import NGram
-from outrider.decode.sampling import Sampling
-from outrider.decode.stats import accepted_length, split
 from outrider.decode.text import Stream
 from outrider.scripts import chat
 from tests.helpers.commands import code_of
@@ -26,36 +23,19 @@ def test_stream_shows_the_whole_text_and_never_half_a_character() -> None:
         assert "\ufffd" in text or max(map(len, pieces)) <= 1
 
 
+def test_a_stream_of_any_bytes_is_the_text_of_the_whole() -> None:
+    tokenizer, rng = byte_tokenizer(), random.Random(0)
+    for _ in range(300):
+        ids = [3 + rng.choice([0x41, 0x82, 0xAC, 0xE2, 0xF0, 0x9F]) for _ in range(40)]
+        stream = Stream(tokenizer)
+        pieces = [stream.push(i) for i in ids]
+        assert "".join([*pieces, stream.rest()]) == tokenizer.decode(ids)
+
+
 def test_stream_does_not_wait_forever_for_broken_bytes() -> None:
     stream = Stream(byte_tokenizer())
     pieces = [stream.push(3 + 0x80) for _ in range(20)]
-    assert sum(map(bool, pieces)) == 2
-
-
-def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
-    target = load_target(TargetConfig(kind="tiny"))
-    prompt = [3, 4, 5, 6, 3, 4, 5, 6, 3, 4]
-    for drafter in (NoDraft(), NGram()):
-        tally = chat.AnswerTally(prompt)
-        request = Request(prompt, 60, id=1)
-        run = generate(
-            target,
-            drafter,
-            [request],
-            Sampling(),
-            on_tokens=lambda _, t, d, tally=tally: tally.add(t, d),
-        )
-        (done,) = run.generations
-        for name in ("token_ids", "from_draft"):
-            assert getattr(tally.generation, name) == getattr(done, name)
-        ours, theirs = tally.generation.cycles, done.cycles
-        assert [(c.accepted, c.start) for c in ours] == [(c.accepted, c.start) for c in theirs]
-        cycles = split(done)
-        mean = accepted_length([cycles.clean + cycles.loop]).mean
-        footer = tally.footer(done, "stopped")
-        assert footer.startswith(f"accepted length {mean:.2f} · ") and footer.endswith(" · stopped")
-        assert f"{len(done.token_ids)} tokens · {sum(done.from_draft)} from accepted" in footer
-        assert (mean > 1.0) == isinstance(drafter, NGram)
+    assert sum(map(bool, pieces)) > 10
 
 
 def talk(monkeypatch, capsys, lines: str, *keys: str) -> tuple[int, str, str]:
@@ -78,7 +58,7 @@ def test_piped_turns_are_answered_in_order_with_history(monkeypatch, capsys) -> 
 
 def test_message_longer_than_the_context(monkeypatch, capsys) -> None:
     code, _, err = talk(monkeypatch, capsys, "x" * 400 + "\n", "target.context=128")
-    assert code == 2 and "message: " in err and "context holds 128" in err
+    assert code == 2 and "context holds 128" in err
 
 
 def test_oldest_turns_leave_a_full_context(monkeypatch, capsys) -> None:
@@ -94,27 +74,23 @@ def test_interrupt_keeps_what_was_said(monkeypatch, capsys) -> None:
         target=TargetConfig(kind="tiny"), temperature=0.0, max_new_tokens=50, dtype="float32"
     )
     talker = chat.Conversation(cfg)
-    real = chat.generate
+    real, steps = Engine.step, list[None]()
 
-    def stopped(*args, on_tokens, **kwargs):
-        seen = []
+    def stopped(batch: Engine) -> list[Row]:
+        steps.append(None)
+        if len(steps) % 9 == 0:
+            raise KeyboardInterrupt
+        return real(batch)
 
-        def count(i, tokens, drafted):
-            on_tokens(i, tokens, drafted)
-            seen.append(i)
-            if len(seen) == 9:
-                raise KeyboardInterrupt
-
-        return real(*args, on_tokens=count, **kwargs)
-
-    monkeypatch.setattr(chat, "generate", stopped)
-    with pytest.raises(KeyboardInterrupt):  # a pipe: the process stops
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", stopped)
+        with pytest.raises(KeyboardInterrupt):  # a pipe: the process stops
+            talker.answer("hello")
+        talker.reset()
+        talker.console._force_terminal = True
         talker.answer("hello")
-    talker.reset()
-    talker.console._force_terminal = True
-    talker.answer("hello")
-    assert "stopped" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert " from accepted drafts · stopped" in said
     assert [m["role"] for m in talker.messages] == ["user", "assistant"]
-    monkeypatch.setattr(chat, "generate", real)
     talker.answer("and now?")
     assert "accepted length" in capsys.readouterr().out

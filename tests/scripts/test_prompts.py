@@ -5,6 +5,7 @@ project.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,33 @@ def test_unreadable_files(tmp_path) -> None:
     for path, message in cases:
         with pytest.raises(UserError, match=message):
             load_prompts(path)
+
+
+QWEN = (
+    "{% for m in messages %}{% if m.role in ('user', 'system') or not m.tool_calls and m.role == "
+    "'assistant' %}{{ m.role + ':' + m.content }}{% elif m.role == 'assistant' %}"
+    "{{ m.tool_calls[0].function.arguments.x }}{% endif %};{% endfor %}"
+)
+CALL = [{"type": "function", "function": {"name": "f", "arguments": '{"x": "here"}'}}]
+
+
+def test_what_a_message_says_is_in_the_prompt_or_refused() -> None:
+    tokenizer = byte_tokenizer(template=QWEN)
+    user: dict[str, Any] = {"role": "user", "content": "a"}
+    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": CALL}
+    assert "here" in tokenizer.decode(chat_ids(tokenizer, [user, called, user]))
+    plain = chat_ids(tokenizer, [user])
+    assert plain == chat_ids(tokenizer, [{**user, "name": None}])
+    for turn, said in (
+        ({**called, "content": "look"}, "does not show content of a turn of assistant"),
+        ({"role": "developer", "content": "b"}, "does not show content of a turn of developer"),
+        ({**user, "name": "Ada"}, "does not show name"),
+        ({**called, "tool_calls": [{}]}, "no function name"),
+        ({"role": "assistant", "content": None}, "is no text"),
+        ({"role": "user", "content": "half \ud800"}, "half"),
+    ):
+        with pytest.raises(UserError, match=said):
+            chat_ids(tokenizer, [user, turn])
 
 
 def test_header_and_end_of_the_user_turn() -> None:

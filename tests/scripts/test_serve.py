@@ -172,6 +172,8 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
     ({"seed": 1 << 70}, 400, "seed"),
     ({"drafter": "runs/x"}, 400, "choose among ngram, none"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "function name"),
+    ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, 400, "does not show name"),
     ({"messages": [{"role": "user", "content": "half \ud800"}]}, 400, "half"),
     ({"messages": [{"role": "user", "content": "x" * 400}]}, 400, "shorten"),
 ]
