@@ -1,9 +1,9 @@
 """Certify that decoding with a drafter leaves the target's distribution unchanged: this target,
 drafter, shape and settings.
 
-    python scripts/certify.py target=smollm2 drafter=runs/eagle3@tree temperature=1 \\
+    outrider certify target=smollm2 drafter=runs/eagle3@tree temperature=1 \\
         out=certificates/eagle3
-    python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 \\
+    outrider certify target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 
 Writes OUT/certificate.json. Exit code 0: lossless. 1: not lossless. 3:
@@ -12,7 +12,7 @@ how to read it. Finished parts wait in OUT/unfinished: the same command again go
 undecided one with more tokens takes what it has. A certificate of something else in OUT is
 replaced with overwrite=true alone.
 
-    python scripts/certify.py url=http://127.0.0.1:8080
+    outrider certify url=http://127.0.0.1:8080
 
 asks a running server instead, of any model and whatever drafts there, in at most 1,200 tokens and
 two minutes (tokens= and seconds= for more): is its temperature honoured, are its answers the

@@ -1,6 +1,6 @@
 """Does a running server do what an export was measured to do?
 
-    python scripts/check.py url=http://127.0.0.1:8080 expected=exports/eagle3
+    outrider check url=http://127.0.0.1:8080 expected=exports/eagle3
 
 Asks it the prompts of expected.json and compares answers, drafted and accepted tokens. A
 server in 16 bits may part where the target's two best logits lie near each other: such

@@ -6,10 +6,9 @@ name, from any folder.
     outrider ls heads
 
 A verb is a file: the process becomes `python FILE KEY=VALUE ...`, so keys, errors and exit
-codes are the file's own. `VERB --help` is made of the file's first words and of its keys
-(KEYS below), whose modules import neither torch nor transformers; by the same keys a command
-line with a mistake is refused here already, in the file's words, before anything heavy is
-loaded.
+codes are the file's own. `VERB --help` is made of the file's first words and of its keys,
+whose modules import neither torch nor transformers; by the same keys a command line with a
+mistake is refused here already, in the file's words, before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import ast
 import importlib
 import os
 import re
-import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from importlib.metadata import packages_distributions
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,16 +32,43 @@ from outrider.heads.registry import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
-# The verbs as they are listed.
-GROUPS = {
-    "Data": ("synthesize", "cache_features"),
-    "Train": ("train", "validate"),
-    "Score": ("evaluate", "tune", "certify"),
-    "Serve": ("export", "check", "serve", "chat"),
-    "Publish": ("push", "import"),
-    "Begin": ("demo", "doctor", "ls"),
+# The verbs as they are listed: the file of each, and where its keys are, "module:class". They are
+# those of conf/NAME.yaml, NAME being the file's.
+VERBS = {
+    "Data": {
+        "synthesize": ("scripts/synthesize.py", "scripts.data.config:SynthesizeConfig"),
+        "cache_features": ("scripts/cache_features.py", "train.features.config:CacheConfig"),
+    },
+    "Train": {
+        "train": None,
+        "validate": ("train/validate.py", "train.config:ValidateConfig"),
+    },
+    "Score": {
+        "evaluate": ("scripts/evaluate.py", "scripts.scoring.config:EvaluateConfig"),
+        "tune": ("scripts/tune.py", "scripts.tuning.config:TuneConfig"),
+        "certify": ("scripts/certify.py", "scripts.certificate.config:CertifyConfig"),
+    },
+    "Serve": {
+        "export": ("scripts/export.py", "scripts.exporting.config:ExportConfig"),
+        "check": ("scripts/check.py", "scripts.exporting.config:CheckConfig"),
+        "serve": ("scripts/serve.py", "scripts.serve_http.config:ServeConfig"),
+        "chat": ("scripts/chat.py", "scripts.common.config:ChatConfig"),
+    },
+    "Publish": {
+        "push": ("scripts/push.py", "scripts.exporting.config:PushConfig"),
+        "import": ("scripts/import_head.py", "scripts.exporting.config:ImportConfig"),
+    },
+    "Begin": {
+        "demo": ("scripts/demo.py", "scripts.common.config:DemoConfig"),
+        "doctor": ("scripts/doctor.py", "scripts.machine.config:DoctorConfig"),
+        "ls": None,
+    },
 }
-NAMES = {"import_head": "import"}  # file -> verb, where they differ
+FILES = {verb: row for group in VERBS.values() for verb, row in group.items() if row}
+OWN = {  # the verbs that are no file
+    "train": "Train a head: `outrider train NAME KEY=VALUE ... [--launch PROCESSES]`.",
+    "ls": "What there is to name: heads, targets, recipes, suites, prompts, formats.",
+}
 FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is asked for)
     "heads": ("head", "outrider train NAME"),
     "targets": ("target", "target=NAME"),
@@ -51,73 +77,36 @@ FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is aske
     "prompts": ("prompt_set", "prompts=NAME of synthesize"),
     "formats": ("", "format=NAME of export"),
 }
-OWN = {  # the verbs that are no file
-    "train": "Train a head: `outrider train NAME KEY=VALUE ... [--launch PROCESSES]`.",
-    "ls": "What there is to name: heads, targets, recipes, suites, prompts, formats.",
-}
 MARKS = ("@", "dry run:")  # comments for Hydra, and on which GPUs a recipe was planned
-# The keys of a verb, "module:class". They are those of conf/VERB.yaml, VERB being the name of its
-# file.
-KEYS = {
-    "synthesize": "outrider.scripts.data.config:SynthesizeConfig",
-    "cache_features": "outrider.train.features.config:CacheConfig",
-    "validate": "outrider.train.config:ValidateConfig",
-    "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",
-    "tune": "outrider.scripts.tuning.config:TuneConfig",
-    "certify": "outrider.scripts.certificate.config:CertifyConfig",
-    "export": "outrider.scripts.exporting.config:ExportConfig",
-    "check": "outrider.scripts.exporting.config:CheckConfig",
-    "serve": "outrider.scripts.serve_http.config:ServeConfig",
-    "chat": "outrider.scripts.common.config:ChatConfig",
-    "import_head": "outrider.scripts.exporting.config:ImportConfig",
-    "push": "outrider.scripts.exporting.config:PushConfig",
-    "demo": "outrider.scripts.common.config:DemoConfig",
-    "doctor": "outrider.scripts.machine.config:DoctorConfig",
-}
-# Verbs whose file hands everything on to one of the same name under train/, which speaks.
-HANDED_ON = ("validate",)
 # What torchrun hands on to its processes; the last two not by itself.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 HELP = frozenset({"-h", "--help"})
-# "accelerate launch train/head.py head=eagle3" and "python scripts/check.py" in a file's words
-TRAINED = re.compile(r"accelerate launch train/head\.py head=\w+")
-NAMED = re.compile(r"(?:python |accelerate launch )?scripts/(\w+)\.py")
 
 
-@dataclass(frozen=True)
-class Verb:
-    """A file that is run. about: what it says of itself, in a line."""
-
-    file: Path
-    about: str
-
-
-def verbs() -> dict[str, Verb]:
-    """Return every command of the product that is a file, by its verb."""
-    return {NAMES.get(stem, stem): verb for stem, verb in _runnable(ROOT / "scripts").items()}
+def own_words(file: str) -> str:
+    """Return the docstring of a file."""
+    return (
+        ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8")), clean=False) or ""
+    )
 
 
-def trainers() -> dict[str, Verb]:
-    """Return every training entry point, by the name of its file."""
-    found = _runnable(ROOT / "train")
-    return {
-        name: verb
-        for name, verb in found.items()
-        if "launch.trainer(" in verb.file.read_text(encoding="utf-8")
-    }
+def about(file: str) -> str:
+    """Return the first paragraph of it, in a line."""
+    return " ".join(own_words(file).split("\n\n")[0].split())
 
 
-def _runnable(folder: Path) -> dict[str, Verb]:
-    found = {}
-    for path in sorted(folder.glob("*.py")):
-        if "\nif __name__ == " in path.read_text(encoding="utf-8"):
-            found[path.stem] = Verb(path, " ".join(own_words(path).split("\n\n")[0].split()))
+def schema_of(verb: str) -> type:
+    """Return the class of the keys of a verb that is a file."""
+    module, _, name = FILES[verb][1].partition(":")
+    found: type = getattr(importlib.import_module(f"outrider.{module}"), name)
     return found
 
 
-def own_words(file: Path) -> str:
-    """Return the docstring of a file."""
-    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
+def trainers() -> dict[str, str]:
+    """Return the file of every training entry point, by its name."""
+    from outrider.train.runs import SCHEMAS
+
+    return {name: f"train/{name}.py" for name in SCHEMAS}
 
 
 def options(group: str) -> dict[str, str]:
@@ -143,9 +132,9 @@ def _sentence(lines: Sequence[str]) -> str:
     return re.split(r"(?<=\.) (?=[A-Z])", " ".join(said))[0]
 
 
-def trainer(name: str) -> tuple[Verb, list[str]] | None:
-    """Return (what trains `name`, a head or an entry point; the key that chooses the head); None
-    where there is neither."""
+def trainer(name: str) -> tuple[str, list[str]] | None:
+    """Return (the file that trains `name`, a head or an entry point; the key that chooses the
+    head); None where there is neither."""
     known = trainers()
     if name in known:
         return known[name], []
@@ -161,19 +150,14 @@ def run(verb: str, words: list[str]) -> NoReturn:
     help."""
     from outrider.conf.schema import help_text, refused
 
-    file = verbs()[verb].file
-    place, _, name = KEYS[file.stem].partition(":")
-    module, keyed = importlib.import_module(place), [*words]
-    schema = getattr(module, name)
-    if hasattr(module, "keyed"):  # words that need no key there
-        keyed = module.keyed(keyed)
+    file, stem, schema = FILES[verb][0], Path(FILES[verb][0]).stem, schema_of(verb)
+    keyed = getattr(sys.modules[schema.__module__], "keyed", list)(words)  # words without a key
     if HELP & {*words}:
-        said = own_words(ROOT / ("train" if file.stem in HANDED_ON else "scripts") / file.name)
-        print(as_typed(help_text([said], file.stem, schema, keyed)))
+        print(help_text([own_words(file)], stem, schema, keyed))
         raise SystemExit(0)
-    if code := refused(file.stem, schema, keyed):
+    if code := refused(stem, schema, keyed):
         raise SystemExit(code)
-    become([sys.executable, str(file), *words])
+    become([sys.executable, str(ROOT / file), *words])
 
 
 def train(words: list[str]) -> None:
@@ -184,24 +168,23 @@ def train(words: list[str]) -> None:
     from outrider.train.runs import SCHEMAS
 
     if not words or words[0] in HELP:
-        about = {name: verb.about for name, verb in trainers().items()} | options("head")
-        print("\n".join([OWN["train"], "", *_two_columns(dict(sorted(about.items())), "  ")]))
+        rows = {name: about(file) for name, file in trainers().items()} | options("head")
+        print("\n".join([OWN["train"], "", *_two_columns(dict(sorted(rows.items())), "  ")]))
         return
     name, processes, words = words[0], *_launch(words[1:])
     found = trainer(name)
     if found is None:
         raise no_such("head", name, {**trainers(), **options("head")}, "kinds")
-    verb, head = found
-    script, keys = verb.file.stem, [*head, *words]
+    file, head = found
+    script, keys = Path(file).stem, [*head, *words]
     if HELP & {*words}:
-        said = [own_words(verb.file), SAME]
-        print(as_typed(help_text(said, script, SCHEMAS[script], keys), head=name))
+        print(help_text([own_words(file), SAME], script, SCHEMAS[script], keys))
         return
     known = not head or (CONF / "head" / f"{name}.yaml").exists()  # a package's is heavy
     if known and (code := refused(script, SCHEMAS[script], keys)):
         raise SystemExit(code)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
-    become(launched(verb, processes, keys))
+    become(launched(file, processes, keys))
 
 
 def _launch(words: list[str]) -> tuple[int, list[str]]:
@@ -217,25 +200,25 @@ def _launch(words: list[str]) -> tuple[int, list[str]]:
     return int(count), [*words[:at], *words[rest:]]
 
 
-def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
+def launched(file: str, processes: int, words: Iterable[str]) -> list[str]:
     """Return the command line of a training run: one process needs no launcher.
 
     Raises UserError for more processes than accelerators, which would share one of them; on a
     machine without any they run on its processors.
     """
+    command = [sys.executable, str(ROOT / file), *words]
     if processes == 1:
-        return [sys.executable, str(verb.file), *words]
+        return command
     from outrider.train.launch import devices
 
-    found = devices(processes, key="--launch")
-    beside = Path(sys.executable).with_name("accelerate")
-    module = ["-m", "accelerate.commands.accelerate_cli"]
-    launcher = [str(beside)] if beside.exists() else module
-    launcher += ["launch", "--num_processes", str(processes)]
-    if not found:  # else accelerate starts one process, which starts the others
+    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+    launcher += ["--num_processes", str(processes)]
+    if not devices(
+        processes, key="--launch"
+    ):  # else accelerate starts one, which starts the others
         launcher += ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
         launcher += ["--dynamo_backend", "no"]
-    return [sys.executable, *launcher, str(verb.file), *words]
+    return [sys.executable, *launcher, *command[1:]]
 
 
 def become(words: list[str]) -> NoReturn:
@@ -247,14 +230,6 @@ def become(words: list[str]) -> NoReturn:
 
 # What the command says itself
 # -------------------------------------------------------------------------------------------
-
-
-def as_typed(text: str, head: str = "") -> str:
-    """Return a text about commands, each as `outrider` spells it. head: the word behind `train` in
-    place of head.py and its key."""
-    found = TRAINED.sub(rf"outrider train {head or 'HEAD'}", text)
-    found = re.sub(r"accelerate launch train/(\w+)\.py", r"outrider train \1", found)
-    return NAMED.sub(lambda file: f"outrider {NAMES.get(file[1], file[1])}", found)
 
 
 def no_such(kind: str, word: str, known: Iterable[str], section: str = "") -> UserError:
@@ -277,16 +252,9 @@ def ls(words: list[str]) -> None:
         print("\n".join(_two_columns(rows, "" if words else "  ")))
 
 
-def _two_columns(rows: dict[str, str], indent: str) -> Iterator[str]:
-    """Yield names and words, wrapped where a person reads; for a program a name is a line."""
+def _two_columns(rows: dict[str, str], indent: str) -> list[str]:
     wide = max(map(len, rows), default=0)
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    for name, about in rows.items():
-        first, later = f"{indent}{name:{wide}}  ", " " * (len(indent) + wide + 2)
-        room = max(columns - len(later), 30)
-        said = textwrap.wrap(about, room, break_long_words=False, break_on_hyphens=False) or [""]
-        yield f"{first}{said[0]}".rstrip()
-        yield from (later + line for line in said[1:])
+    return [f"{indent}{name:{wide}}  {said}".rstrip() for name, said in rows.items()]
 
 
 def overview() -> str:
@@ -296,9 +264,9 @@ def overview() -> str:
         "",
         "Draft heads for speculative decoding: train, decode losslessly, score, serve.",
     ]
-    about = {name: verb.about for name, verb in verbs().items()} | OWN
-    for heading, group in GROUPS.items():
-        rows = {name: textwrap.shorten(about[name], 84, placeholder="...") for name in group}
+    for heading, group in VERBS.items():
+        said = {verb: about(row[0]) if row else OWN[verb] for verb, row in group.items()}
+        rows = {verb: textwrap.shorten(text, 84, placeholder="...") for verb, text in said.items()}
         lines += ["", f"{heading}:", *_two_columns(rows, "  ")]
     return "\n".join(lines)
 
@@ -307,16 +275,11 @@ def version() -> str:
     """Return the version of this clone with its commit, and of what a bug report needs."""
     from outrider.conf.commit import commit
 
-    metadata = importlib.import_module("importlib.metadata")
-    written = ROOT / "pyproject.toml"
-    found = re.search(r'^version = "(.+)"', written.read_text(), re.M) if written.exists() else None
     made = commit()
-    others = {"torch", "transformers"} & {*metadata.packages_distributions()}
-    parts = [f"outrider {found[1] if found else metadata.version('outrider')}"]
-    parts[0] += f" ({made})" if made else ""
+    parts = [f"outrider {version_of('outrider')}" + (f" ({made})" if made else "")]
     parts += [f"Python {sys.version.split()[0]}"]
-    parts += [f"{name} {metadata.version(name)}" for name in sorted(others)]
-    return ", ".join(parts)
+    others = {"torch", "transformers"} & {*packages_distributions()}
+    return ", ".join([*parts, *(f"{name} {version_of(name)}" for name in sorted(others))])
 
 
 def speak(words: list[str]) -> None:
@@ -326,17 +289,14 @@ def speak(words: list[str]) -> None:
         print(overview())
     elif verb == "--version":
         print(version())
-    elif verb in OWN:
-        if verb == "train":
-            train(rest)
-        elif HELP & {*rest}:
-            print(OWN["ls"])
-        else:
-            ls(rest)
-    elif verb in verbs():
+    elif verb == "train":
+        train(rest)
+    elif verb == "ls":
+        print(OWN["ls"]) if HELP & {*rest} else ls(rest)
+    elif verb in FILES:
         run(verb, rest)
     else:
-        raise no_such("verb", verb, [*verbs(), *OWN], "verbs")
+        raise no_such("verb", verb, [*FILES, *OWN], "verbs")
 
 
 def main() -> None:

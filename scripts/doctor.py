@@ -2,12 +2,12 @@
 kernels and which of them a run takes, memory and disk, accelerate's config and what a run makes
 of it, caches.
 
-    python scripts/doctor.py
+    outrider doctor
 
 One line for each problem, and exit code 1 if there is any. Nothing is loaded or downloaded;
 out=FILE.json keeps the findings.
 
-    python scripts/doctor.py gpu=true
+    outrider doctor gpu=true
 
 A few minutes on a GPU: steps of training and answers of one row, with random weights in the shape
 of a published model (`model`), so that nothing is downloaded; tokens/s, what share that is of what

@@ -1,6 +1,6 @@
 """Score drafters side by side on prompts: one table, one report.
 
-    python scripts/evaluate.py target=smollm2 \\
+    outrider evaluate target=smollm2 \\
         'drafters=[none,ngram,runs/eagle3@chain,runs/eagle3@tree]' prompts=FILE \\
         temperature=0 max_new_tokens=128 batch_size=1 seed=0 \\
         out=reports/eagle3

@@ -1,6 +1,6 @@
 """Export a trained drafter to a serving engine, checked before it counts.
 
-    python scripts/export.py target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
+    outrider export target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
 
 Formats: vllm, speculators (one folder for `vllm serve`), sglang, deepspec (DSpark), transformers
 (separate drafts), gguf (llama.cpp: EAGLE-3, DFlash, DSpark). Which version of an engine loads

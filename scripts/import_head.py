@@ -1,8 +1,8 @@
 """Bring a published head into this repository's format, so that evaluate, tune, certify and
 chat run on it.
 
-    python scripts/import_head.py target=smollm2 from=FOLDER out=runs/imported
-    python scripts/import_head.py target=smollm2 from=hub:OWNER/NAME out=runs/imported
+    outrider import target=smollm2 from=FOLDER out=runs/imported
+    outrider import target=smollm2 from=hub:OWNER/NAME out=runs/imported
 
 Reads Medusa (vLLM 0.32.0's names and the original ones), EAGLE-1, EAGLE-3, DFlash, DSpark and
 speculators folders. Pickles are opened with torch.load(weights_only=True) alone. Missing, unknown

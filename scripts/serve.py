@@ -1,7 +1,7 @@
 """Serve a target with its drafters behind an OpenAI-compatible API, and a page on which one
 answer races itself: to look at, not for production.
 
-    python scripts/serve.py target=smollm2 drafters=[runs/eagle3@tree,ngram]
+    outrider serve target=smollm2 drafters=[runs/eagle3@tree,ngram]
 
 /v1/models, /v1/chat/completions, /v1/completions (streamed or not), /health, the page at /. A
 request may name a drafter ("drafter": "ngram"; "none" is always there); its answer says under

@@ -1,10 +1,10 @@
 """Let the target write its own training conversations: JSONL rows {"messages": [...],
 "complete": bool}.
 
-    python scripts/synthesize.py target=smollm2 out=runs/demo/data.jsonl \\
+    outrider synthesize target=smollm2 out=runs/demo/data.jsonl \\
         num_conversations=600 seed=0
-    python scripts/synthesize.py target=smollm2 prompts=FILE.jsonl out=runs/data.jsonl
-    python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1 \\
+    outrider synthesize target=smollm2 prompts=FILE.jsonl out=runs/data.jsonl
+    outrider synthesize backend=openai base_url=http://localhost:8000/v1 \\
         prompts=FILE.jsonl target=hub target.name=NAME out=runs/data.jsonl
 
 The first command invents the questions as well. The others take them from a file, or from a

@@ -1,6 +1,6 @@
 """Choose K, tree shape and tree size for a drafter on this machine.
 
-    python scripts/tune.py target=smollm2 drafter=runs/eagle3 out=reports/tune-eagle3
+    outrider tune target=smollm2 drafter=runs/eagle3 out=reports/tune-eagle3
 
 Times chains and trees of many sizes, interleaves the fastest few with plain decoding, and writes
 the fastest into the head's folder (decode.json), where evaluate, chat and export read it; nothing

@@ -1,12 +1,11 @@
-"""Check a training run before spending on it: scripts/validate.py is the command, this is the
-work.
+"""Check a training run before spending on it.
 
-    python scripts/validate.py experiment=NAME data.path=FILE
+    outrider validate experiment=NAME data.path=FILE
 
 Takes the keys of the training scripts, for every kind of head. Exit code 0: all checks passed;
 1: one failed, and says why; 2: a mistake to mend in the configuration or the data.
 
-    python scripts/validate.py dry_run=true experiment=NAME gpus=8 gpu=h100-80gb
+    outrider validate dry_run=true experiment=NAME gpus=8 gpu=h100-80gb
 
 With dry_run=true nothing is loaded or read: memory by part and hours on GPUs that are not
 here, by formula (train/dry_run). Exit code 0: it fits, 1: it does not, and what to change is

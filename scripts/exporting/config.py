@@ -40,7 +40,7 @@ class ExportConfig:
     verifier: str = ""
     # with format=gguf: the target's own GGUF file, whose tokenizer the head's file takes
     tokenizer_from: str = ""
-    # prompts of the self-check and of expected.json, JSONL as scripts/evaluate.py reads it
+    # prompts of the self-check and of expected.json, JSONL as outrider evaluate reads it
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
     num_prompts: OneOrMore = 8
@@ -99,7 +99,7 @@ class ImportConfig:
     convention: str = AS_WRITTEN
     # try the known conventions on a few prompts
     probe: bool = True
-    # prompts of the probe, JSONL as scripts/evaluate.py reads it; some of them are asked
+    # prompts of the probe, JSONL as outrider evaluate reads it; some of them are asked
     prompts: str = "scripts/prompts/demo.jsonl"
     # dtype that the target runs in: float32, bfloat16 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "float32"

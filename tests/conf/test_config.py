@@ -5,7 +5,6 @@ once.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 import typing
 from dataclasses import dataclass, field
@@ -20,12 +19,11 @@ from outrider.conf.help import docs
 from outrider.conf.schema import CONF, check, compose, entry
 from outrider.conf.typed import default, nested_schema
 from outrider.heads.registry import head_class, kinds
-from outrider.scripts.cli import KEYS
+from outrider.scripts.cli import FILES, schema_of
 from outrider.train.runs import SCHEMAS
 
 ENTRIES: dict[str, type] = {
-    name: getattr(importlib.import_module(place.partition(":")[0]), place.partition(":")[2])
-    for name, place in KEYS.items()
+    Path(file).stem: schema_of(verb) for verb, (file, _) in FILES.items()
 } | SCHEMAS
 
 

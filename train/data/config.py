@@ -72,7 +72,7 @@ class DataConfig(RowsConfig):
     # hub: read the files one after the other instead of downloading and converting all of them
     #     first
     streaming: bool = False
-    # folder of scripts/cache_features.py: read the target's features there; empty = run the
+    # folder of outrider cache_features: read the target's features there; empty = run the
     # target
     features: str = ""
 
