@@ -25,48 +25,34 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.conf.errors import Interrupted, UserError, resumable
 from outrider.conf.schema import entry
+from outrider.decode.models.arithmetic import dtype_on
 from outrider.scripts.common import files
 from outrider.scripts.common.config import DemoConfig
-from outrider.scripts.reports import score_table
-from outrider.scripts.reports.table import DOUBT, Table, number
-from outrider.scripts.scoring.ranking import believable, best
 
 CHATS, QUESTIONS = (Path(f"scripts/prompts/demo_{what}.jsonl") for what in ("chats", "questions"))
 NGRAM = "ngram@chain:3"
-
-
+OUTRIDER = "from outrider.scripts.cli import main; main()"
 STOPPED = (130, 75, -2, -15)  # exit codes of a command that goes on when it is given again
 
 
 @dataclass(frozen=True)
 class Step:
-    """A script with its keys, and the file that it leaves when it is done."""
+    """A command of `outrider`, and the file that it leaves when it is done."""
 
     title: str
-    argv: list[str]
+    words: list[str]
     leaves: Path
-
-    @property
-    def line(self) -> str:
-        """The command as one types it: without a clone there are no scripts, but `outrider`."""
-        if files.in_clone():
-            return shlex.join(["python", *self.argv])
-        script = Path(self.argv[0])
-        verb = ["train", script.stem] if script.parts[0] == "train" else [script.stem]
-        return shlex.join(["outrider", *verb, *self.argv[1:]])
 
 
 @dataclass(frozen=True)
@@ -90,19 +76,6 @@ class Budget:
     def reports(self) -> Path:
         return Path("reports") / self.name
 
-    def rows(self) -> dict[str, tuple[str, str]]:
-        """Return drafters of the tables: (what they are to a reader, kind of head), by
-        their names. Short drafts: a drafted token costs 6 to 12 % of a plain pass, a
-        seventh on a processor without bfloat16. scripts/tune.py finds the best size for a
-        head and a machine."""
-        hydra = f"{self.runs}/hydra_heads@chain:2"
-        return {
-            NGRAM: ("n-grams, untrained", "ngram"),
-            f"{self.runs}/eagle3@chain:2": ("EAGLE-3 head", "eagle3"),
-            hydra: ("Hydra heads", "hydra_heads"),
-            f"{hydra}+{NGRAM}": ("Hydra heads and n-grams", "hydra_heads"),
-        }
-
 
 FULL = Budget("demo", 384, hydra_steps=180, eagle_steps=180, prompts=24, tokens=48)
 # Where a processor has no instructions for bfloat16: a float32 step takes it three times as long.
@@ -111,53 +84,52 @@ FAST = Budget("demo-fast", 32, hydra_steps=10, eagle_steps=10, prompts=8, tokens
 
 
 def steps(budget: Budget) -> list[Step]:
-    """Return the main job as commands."""
-    runs, reports = budget.runs, budget.reports
-    chats, features = runs / "chats.jsonl", runs / "features"
-    text = ["target=smollm2", "data=jsonl", f"data.path={chats}", "data.max_length=320"]
-    read = features / "manifest.json"
-
-    def train(title: str, script: str, name: str, updates: int, keys: list[str]) -> Step:
-        words = [
-            script,
-            *text,
-            f"data.features={features}",
-            f"out_dir={runs}/{name}",
-            f"steps={updates}",
-            "batch_size=8",
-            "head.draft_vocab=3072",
-            "optim.lr=2e-3",  # twice the usual: so short a run learns more
-            *keys,
-            "eval.every=0",  # the tables that follow decode
-            "eval.parity=2",
-        ]
-        return Step(title, words, runs / name / "head" / "head.json")
-
-    def score(title: str, name: str, rows: list[str], keys: list[str]) -> Step:
-        words = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(rows)}]"]
-        words += [f"out={reports}/{name}", "overwrite=true", "parity=0", *keys]
-        return Step(title, words, reports / name / "report.json")
-
-    store = ["scripts/cache_features.py", *text, "heads=[hydra_heads,eagle3]", f"out={features}"]
-    hydra = "Hydra heads learn, the head that learns most in a minute"
-    eagle = "an EAGLE-3 head learns, which other engines load"
-    # As many levels as are drafted; without the norms of EAGLE-3.1, for every engine.
-    eagle_keys = ["head=eagle3", "head.steps=2", "head.depth=2"]
-    heads = [
-        train(hydra, "train/hydra_heads.py", "hydra_heads", budget.hydra_steps, ["head.heads=2"]),
-        train(eagle, "train/eagle.py", "eagle3", budget.eagle_steps, eagle_keys),
-    ]
-    rows = ["none", *budget.rows()]
-    few, length = ["num_prompts=6", "max_new_tokens=32"], f"max_new_tokens={budget.tokens}"
-    both = [f"prompts={QUESTIONS}", f"num_prompts={budget.prompts}", "temperatures=[0,1]", length]
-    half = [f"num_prompts={budget.prompts // 2}", length]
-    return [
-        score("n-grams, which need no training", "first", ["none", NGRAM], few),
-        Step("the target reads its conversations, once for both heads", store, read),
-        *heads,
-        score("scores on questions like the data", "like", rows, both),
-        score("scores on questions unlike the data", "unlike", rows, half),
-    ]
+    """Return the main job as commands. Short drafts: a drafted token costs 6 to 12 % of a plain
+    pass, a seventh on a processor without bfloat16; `outrider tune` finds the best size for a head
+    and a machine. The learning rate is twice the usual: so short a run learns more."""
+    runs, reports, tokens = budget.runs, budget.reports, budget.tokens
+    hydra, eagle, features = runs / "hydra_heads", runs / "eagle3", runs / "features"
+    text = f"target=smollm2 data.path={runs}/chats.jsonl data.max_length=320"
+    learn = f"{text} data.features={features} batch_size=8 head.draft_vocab=3072 optim.lr=2e-3"
+    learn += " eval.every=0 eval.parity=2"  # the tables that follow decode
+    score = "evaluate target=smollm2 overwrite=true parity=0"
+    rows = f"none,{NGRAM},{eagle}@chain:2,{hydra}@chain:2,{hydra}@chain:2+{NGRAM}"
+    score_all = f"{score} drafters=[{rows}] max_new_tokens={tokens}"
+    made = (
+        (
+            "n-grams, which need no training",
+            f"{score} drafters=[none,{NGRAM}] num_prompts=6 max_new_tokens=32 out={reports}/first",
+            reports / "first/report.json",
+        ),
+        (
+            "the target reads its conversations, once for both heads",
+            f"cache_features {text} heads=[hydra_heads,eagle3] out={features}",
+            features / "manifest.json",
+        ),
+        (
+            "Hydra heads learn, the head that learns most in a minute",
+            f"train hydra_heads {learn} head.heads=2 steps={budget.hydra_steps} out_dir={hydra}",
+            hydra / "head/head.json",
+        ),
+        (  # as many levels as are drafted
+            "an EAGLE-3 head learns, which other engines load",
+            f"train eagle3 {learn} head.steps=2 head.depth=2 steps={budget.eagle_steps} "
+            f"out_dir={eagle}",
+            eagle / "head/head.json",
+        ),
+        (
+            "scores on questions like the data",
+            f"{score_all} prompts={QUESTIONS} num_prompts={budget.prompts} temperatures=[0,1] "
+            f"out={reports}/like",
+            reports / "like/report.json",
+        ),
+        (
+            "scores on questions unlike the data",
+            f"{score_all} num_prompts={budget.prompts // 2} out={reports}/unlike",
+            reports / "unlike/report.json",
+        ),
+    )
+    return [Step(title, line.split(), leaves) for title, line, leaves in made]
 
 
 @entry("demo", DemoConfig)
@@ -166,31 +138,23 @@ def main(cfg: DemoConfig) -> int:
     """Run the steps that are not done yet."""
     if files.in_clone():  # an installed package is no place to write to
         os.chdir(files.ROOT)
-    budget = FAST if cfg.fast else budget_here()
+    budget = FAST if cfg.fast else FULL if dtype_on(None) == "bfloat16" else HALF
+    if budget is HALF:
+        print("note: no instructions for bfloat16 here: half of the data, in float32")
     began = time.perf_counter()
     with files.sole_folder(budget.runs):
         begin(budget)
         run(steps(budget))
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
-    tables = [budget.reports / name for name in ("like", "unlike")]
-    like, unlike = (json.loads((table / "report.json").read_text()) for table in tables)
-    what_it_brought(budget, like, unlike).show()
-    print("open", *(table / "report.html" for table in tables))
-    # Not by rich, which would take [..] for its own.
-    print("go on with", *next_commands(budget, like), sep="\n")
+    if budget is FAST:
+        print("NOT what the heads can do: FAST=1 checks that all steps run")
+    print("open", *(budget.reports / name / "report.html" for name in ("like", "unlike")))
+    drafter = f"{budget.runs}/eagle3@chain:2"
+    print(f"go on with\n  outrider chat target=smollm2 drafter={drafter}")
+    print(f"  outrider serve target=smollm2 'drafters=[{drafter}]'")
+    export = f"drafter={budget.runs}/eagle3 format=vllm out=exports/{budget.name}"
+    print(f"  outrider export target=smollm2 {export}")
     return 0
-
-
-def budget_here() -> Budget:
-    """Return the budget of this machine, whose minutes are few in either case."""
-    from outrider.decode.models.arithmetic import dtype_on  # slow to import
-
-    if dtype_on(None) == "bfloat16":
-        return FULL
-    print(
-        "note: no instructions for bfloat16 here: half of the data and of the questions, in float32"
-    )
-    return HALF
 
 
 def begin(budget: Budget) -> None:
@@ -215,9 +179,9 @@ def run(todo: list[Step]) -> None:
         if step.leaves.exists():
             print(f"{place}. {step.title}: done already ({step.leaves})", flush=True)
             continue
-        print(f"{place}. {step.title}\n   {step.line}", flush=True)
-        script = files.here(Path(step.argv[0]))  # a job may run from any folder
-        process = subprocess.Popen([sys.executable, str(script), *step.argv[1:]])
+        line = shlex.join(["outrider", *step.words])
+        print(f"{place}. {step.title}\n   {line}", flush=True)
+        process = subprocess.Popen([sys.executable, "-c", OUTRIDER, *step.words])
         try:
             code = process.wait()
         except BaseException:
@@ -227,56 +191,7 @@ def run(todo: list[Step]) -> None:
         if code in STOPPED:
             raise Interrupted("demo: stopped; the same command goes on from here")
         if code or not step.leaves.exists():
-            raise UserError(
-                f"demo: `{step.line}` ended with exit code {code}; see its message above"
-            )
-
-
-def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]) -> Table:
-    """Return the last screen, from the reports on questions like the data and unlike them:
-    n-grams, which learned nothing, and the trained heads, alone and with them."""
-    from outrider.heads.interop.engines import LLAMACPP, SGLANG, VLLM  # slow to import
-
-    settings = {"T = 0": like, "T = 1": like["others"][0], "unlike its data, T = 0": unlike}
-    found = [{row["name"]: row for row in report["drafters"]} for report in settings.values()]
-    rows = []
-    for name, (title, kind) in budget.rows().items():
-        cells = [
-            f"{number(row[name]['accepted_length']['mean'])} · {score_table.speed(row[name])}"
-            for row in found
-        ]
-        engines = [engine.name for engine in (VLLM, SGLANG, LLAMACPP) if engine.loads(kind)]
-        rows.append([title, *cells, ", ".join(engines) or "Outrider alone"])
-    fastest = best(like["drafters"])
-    pays = fastest is not None and fastest["speedup"]["mean"] > 1
-    marked = list(budget.rows()).index(fastest["name"]) if fastest and pays else None
-    head = ("drafter", *settings, "loaded by")
-    notes = ["tokens a pass · speed, where plain decoding has 1 of both"]
-    if not pays:
-        notes.append("NOT faster than plain decoding on this machine at T = 0: no row")
-    if any(cell.endswith(DOUBT) for row in rows for cell in row):
-        notes.append(f"IN DOUBT {DOUBT}: the notes of the table above say why")
-    if budget is FAST:
-        notes.append("NOT what the heads can do: FAST=1 checks that all steps run")
-    return Table(head, rows, "what training brought", notes, words=(0, -1), best=marked)
-
-
-def next_commands(budget: Budget, report: dict[str, Any]) -> list[str]:
-    """Return chat, page and export, as one types them: the first two with the fastest row
-    of `report` that has a head of ours and whose speed can be believed, the last with the
-    head that other engines load."""
-    trained = [
-        row["name"] for row in believable(report["drafters"]) if row["name"].startswith("runs/")
-    ]
-    drafter = trained[0] if trained else f"{budget.runs}/eagle3"
-    command = "outrider" if shutil.which("outrider") else ".venv/bin/outrider"
-    export = [f"drafter={budget.runs}/eagle3", "format=vllm", f"out=exports/{budget.name}"]
-    lines = [
-        ["chat", "target=smollm2", f"drafter={drafter}"],
-        ["serve", "target=smollm2", f"drafters=[{drafter}]"],
-        ["export", "target=smollm2", *export],
-    ]
-    return [f"  {command} {shlex.join(words)}" for words in lines]
+            raise UserError(f"demo: `{line}` ended with exit code {code}; see its message above")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo: its commands as a user would type them, what it goes on with, its last screen."""
+"""The demo: its commands compose, are done once, and go on where they stopped."""
 
 from __future__ import annotations
 
@@ -6,83 +6,31 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.scripts import demo
+from outrider.conf.schema import compose
+from outrider.scripts import cli, demo
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts
+from outrider.train.runs import SCHEMAS
 
 
-def test_without_a_clone_there_are_no_scripts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    score = demo.Step("scores", ["scripts/evaluate.py", "target=tiny"], tmp_path)
-    train = demo.Step("learns", ["train/eagle.py", "steps=1"], tmp_path)
-    assert score.line == "python scripts/evaluate.py target=tiny"
-    assert train.line == "python train/eagle.py steps=1"
-    monkeypatch.setattr(files, "ROOT", tmp_path)
-    assert score.line == "outrider evaluate target=tiny"
-    assert train.line == "outrider train eagle steps=1"
-
-
-def scored(budget: demo.Budget, doubted: str = "", **speeds: float) -> dict[str, Any]:
-    """A report of all rows of the demo, each 1.5 tokens a pass and twice as fast as plain, or of
-    the given speed by the start of what it is to a reader. doubted: that of a row whose speed
-    cannot be believed."""
-    rows = []
-    for name, (title, _) in budget.rows().items():
-        speed = next((v for word, v in speeds.items() if title.startswith(word)), 2.0)
-        interval = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
-        row = {"name": name, "kind": "head", "accepted_length": {"mean": 1.5}}
-        doubts = ["too fast"] if title == doubted else []
-        rows.append({**row, "speedup": interval, "doubts": doubts})
-    return {"drafters": rows}
-
-
-def test_a_processor_without_bfloat16_gets_half(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for dtype, budget in (("bfloat16", demo.FULL), ("float32", demo.HALF)):
-        monkeypatch.setattr("outrider.decode.models.arithmetic.dtype_on", lambda _, d=dtype: d)
-        assert demo.budget_here() == budget
-        assert ("bfloat16" in capsys.readouterr().out) == (budget == demo.HALF)
-
-
-def test_its_last_screen(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Both temperatures, the engines that load a head, and commands that keep their brackets."""
-    monkeypatch.setattr(files, "ROOT", tmp_path)
-    monkeypatch.setattr(demo, "begin", lambda _: None)
-    monkeypatch.setattr(demo, "run", lambda _: None)
-    monkeypatch.chdir(tmp_path)
-    like = {**scored(demo.FAST, n=1.1, EAGLE=1.4), "others": [scored(demo.FAST, EAGLE=1.3)]}
-    unlike = scored(demo.FAST, "n-grams, untrained", EAGLE=0.9)
-    for name, report in (("like", like), ("unlike", unlike)):
-        files.write_json(tmp_path / f"reports/demo-fast/{name}/report.json", report)
-    with pytest.raises(SystemExit) as end:
-        demo.main(["fast=true"])
-    said = capsys.readouterr().out
-    assert end.value.code == 0 and "'drafters=[runs/demo-fast/hydra_heads@chain:2]'" in said
-    (eagle,) = (line for line in said.splitlines() if "EAGLE-3 head  " in line)
-    speeds = ["1.40× [1.30, 1.50]", "1.30× [1.20, 1.40]", "0.90× [0.80, 1.00]"]
-    places = [eagle.index(part) for part in (*speeds, "vLLM, SGLang, llama.cpp")]
-    assert places == sorted(places)
-    assert all("vLLM" not in line for line in said.splitlines() if "Hydra heads  " in line)
-    assert "▸ Hydra heads " in said
-    assert "2.00× [1.90, 2.10] ✗" in said and "IN DOUBT" in said
-
-
-def test_the_demo_marks_no_row_that_is_slower_than_plain_decoding() -> None:
-    slow = {"n": 0.96, "EAGLE": 0.7, "Hydra": 0.8, "Hydra heads and": 0.9}
-    for speeds, marked in ((slow, None), (slow | {"EAGLE": 1.2}, 1)):
-        report = scored(demo.FULL, **speeds)
-        both = demo.what_it_brought(demo.FULL, {**report, "others": [report]}, report)
-        assert both.best == marked
-        assert any("NOT faster" in note for note in both.notes) == (marked is None)
+def test_its_steps_are_commands_that_compose() -> None:
+    for budget in (demo.FULL, demo.HALF, demo.FAST):
+        for step in demo.steps(budget):
+            verb, *words = step.words
+            if verb == "train":
+                file, head = cli.trainer(words[0]) or ("", [])
+                words = [*head, *words[1:]]
+                name, schema = Path(file).stem, SCHEMAS[Path(file).stem]
+            else:
+                name, schema = verb, cli.schema_of(verb)
+            compose(name, schema, words)
+            assert any(
+                str(step.leaves).startswith(w.partition("=")[2]) for w in words if "out" in w
+            )
 
 
 @pytest.mark.parametrize("clone", [True, False])
@@ -108,28 +56,34 @@ def test_the_demo_writes_where_a_user_finds_it(
     assert seen == [str(root if clone else here)]
 
 
-def test_a_step_is_done_once_and_its_end_is_told(tmp_path: Path) -> None:
-    def step(name: str, code: str) -> demo.Step:
-        script, left = tmp_path / f"{name}.py", tmp_path / name
-        script.write_text(f"import sys\nopen({str(left)!r}, 'a').write('x')\n{code}\n")
-        return demo.Step(name, [str(script)], left)
+def step(folder: Path, name: str, code: str) -> demo.Step:
+    left = folder / name
+    return demo.Step(name, [f"open({str(left)!r}, 'a').write('x')\n{code}"], left)
 
-    first, second = step("first", ""), step("second", "sys.exit(0)")
+
+@pytest.fixture
+def python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is a text of Python in place of a command."""
+    monkeypatch.setattr(demo, "OUTRIDER", "import sys; exec(sys.argv[1])")
+
+
+def test_a_step_is_done_once_and_its_end_is_told(tmp_path: Path, python: None) -> None:
+    first, second = step(tmp_path, "first", ""), step(tmp_path, "second", "sys.exit(0)")
     demo.run([first])
     demo.run([first, second])
     assert first.leaves.read_text() == second.leaves.read_text() == "x"
     with pytest.raises(Interrupted, match="the same command goes on"):
-        demo.run([step("stopped", "sys.exit(75)")])
+        demo.run([step(tmp_path, "stopped", "sys.exit(75)")])
     with pytest.raises(UserError, match="exit code 2"):
-        demo.run([first, step("wrong", "sys.exit(2)")])
+        demo.run([first, step(tmp_path, "wrong", "sys.exit(2)")])
     with pytest.raises(UserError, match="exit code 0"):
-        demo.run([replace(step("nothing", ""), leaves=tmp_path / "never")])
+        demo.run([replace(step(tmp_path, "nothing", ""), leaves=tmp_path / "never")])
 
 
-def test_a_stopped_step_saves_what_it_has(tmp_path: Path) -> None:
+def test_a_stopped_step_saves_what_it_has(tmp_path: Path, python: None) -> None:
     """Ctrl-C at the demo: its step is asked to stop and waited for."""
-    script, left = tmp_path / "some.py", tmp_path / "left"
-    script.write_text(f"""
+    left = tmp_path / "left"
+    code = f"""
 import os, signal, sys, time
 def save(*_):
     time.sleep(1)
@@ -137,12 +91,12 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 os.kill(os.getppid(), signal.SIGINT)
 time.sleep(60)
-""")
+"""
     # a shell that starts the tests in the background lets them ignore Ctrl-C
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            demo.run([demo.Step("some", [str(script)], left)])
+            demo.run([demo.Step("some", [code], left)])
     finally:
         signal.signal(signal.SIGINT, before)
     assert left.read_text() == "saved"
