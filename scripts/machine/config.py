@@ -19,7 +19,7 @@ class DoctorConfig(AutoDtype):
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "bfloat16"
     # folder where runs would lie
     out_dir: str = "runs"
-    # JSON file with the findings; empty = none
+    # of gpu=true: JSON file with the figures; empty = none
     out: str = ""
     # measure training and decoding on this GPU instead of looking at the machine
     gpu: bool = False

@@ -13,14 +13,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.conf.disk import size
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.decode.drafters import Drafter, NoDraft
@@ -64,13 +62,11 @@ def main(cfg: DoctorConfig, device: str) -> int:
         files.check_out(Path(cfg.out))
     model = model_of(TargetConfig(kind="hub", name=cfg.model))
     keys = [*SHAPE, f"device={device}", f"dtype={cfg.dtype}", f"seed={cfg.seed}"]
-    found = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": files.command(),
-        "environment": files.environment(device),
-        **measured(model, keys, cfg.steps),
-    }
-    print("\n".join(lines(found)), flush=True)
+    found = {**files.origin(device), **measured(model, keys, cfg.steps)}
+    print(f"{found['model']}, random; EAGLE-3, and answers of one row")
+    for part in ("training", "decoding"):
+        for name, value in found[part].items():
+            print(f"  {part} {name}: {value:,}", flush=True)
     if cfg.out:
         files.write_json(Path(cfg.out), found)
     return 0
@@ -234,28 +230,3 @@ def _median(way: Callable[[], Any], device: torch.device, rounds: int = 9) -> fl
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the figures for people."""
-    made, told = found["training"], found["decoding"]
-    yield f"{found['model']}, random; EAGLE-3 with {made['draft_vocab']:,} draft tokens"
-    rate = f"training: {made['tokens_per_second']:,.0f} tokens/s"
-    if "predicted_tokens_per_second" in made:
-        rate += f" (dry run: {made['predicted_tokens_per_second']:,.0f})"
-    yield (
-        f"{rate}, {made['flops_a_token'] / 1e9:.1f} GFLOP a token: {made['tflops']:,.1f} "
-        f"TFLOP/s, {made['share_of_product']:.0%} of the {made['product_tflops']:,.1f} that a "
-        f"product alone reaches here"
-        + (f", {made['mfu']:.0%} of the maker's" if "mfu" in made else "")
-    )
-    yield (
-        f"memory: {size(made['peak_memory_bytes'])} at the peak (dry run: "
-        f"{size(made['predicted_peak_memory_bytes'])} without its reserve)"
-    )
-    yield (
-        f"decoding one row: {told['plain_tokens_per_second']:,.1f} tokens/s plain, "
-        f"{told['plain_ms_a_pass']:.2f} ms a pass, which reads weights at "
-        f"{size(told['plain_bytes_read_per_second'])}/s; a cycle with a draft of "
-        f"{DEPTH} takes {told['drafted_ms_a_pass']:.2f} ms"
-    )

@@ -9,29 +9,24 @@ import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from packaging.requirements import Requirement
 
-from outrider.conf.errors import UserError, first_line
+from outrider.conf.errors import UserError
 from outrider.decode.models.arithmetic import bfloat16_on_cpu
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.memory import available
 from outrider.heads.layers import attention as ttt
 from outrider.scripts.common import files
-from outrider.train.accelerator import launched, refusals
-from outrider.train.config import TRACKERS
-from outrider.train.launch import asked, devices, here
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit
 LEAST_MEMORY = 2 * GIB
-WORTH_TELLING = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
-FURTHER = ("bitsandbytes", "torchao", "flash-attn", "vllm", *TRACKERS)
+WORTH_TELLING = ("torch", "transformers", "accelerate", "datasets", "safetensors", "wandb", "vllm")
 
 
 @dataclass
@@ -47,34 +42,27 @@ def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[ReportPart]:
     """Everything, in the order of the report. device: "cuda", "cuda:N" or "cpu". out_dir:
     where runs would lie."""
     yield versions()
-    yield build(device, dtype)
+    yield build(dtype)
     yield attention(device, dtype)
     yield memory_and_disk(out_dir)
-    yield accelerate_config(dtype)
 
 
 def versions() -> ReportPart:
     """Packages, and whether they are new enough."""
     part = ReportPart("versions", [f"python {platform.python_version()}, {platform.platform()}"])
-    known = {name: files.installed(name) for name in (*WORTH_TELLING, *FURTHER)}
+    known = {name: files.installed(name) for name in WORTH_TELLING}
     part.facts.append("  ".join(f"{name} {found}" for name, found in known.items() if found))
-    try:
-        wanted = [Requirement(line) for line in requires("outrider") or ()]
-    except PackageNotFoundError:
-        part.facts.append("outrider is not installed: versions not compared")
-        return part
-    for need in wanted:
+    for need in map(Requirement, requires("outrider") or ()):
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         found = files.installed(need.name)
-        if not found:
-            part.problems.append(f"{need.name}: not installed; pip install '{need}'")
-        elif not need.specifier.contains(found, prereleases=True):
-            part.problems.append(f"{need.name}: {found} is here, {need} is needed; upgrade it")
+        if not need.specifier.contains(found or "0", prereleases=True):
+            problem = f"{need.name}: {found or 'not installed'}, {need} is needed"
+            part.problems.append(f"{problem}; pip install '{need}'")
     return part
 
 
-def build(device: str, dtype: str) -> ReportPart:
+def build(dtype: str) -> ReportPart:
     """torch's build and the GPUs it sees."""
     part = ReportPart("torch and GPUs")
     made_for = torch.version.cuda or torch.version.hip
@@ -98,10 +86,6 @@ def build(device: str, dtype: str) -> ReportPart:
         part.problems.append(
             "torch: there is a GPU that it does not see; install a build with CUDA, or mend the "
             "driver or CUDA_VISIBLE_DEVICES"
-        )
-    elif not there(device):
-        part.problems.append(
-            f"device: {device} asked for, and there are {count} GPUs; set device=cpu"
         )
     if count > 1 and not torch.distributed.is_nccl_available():
         part.problems.append("torch: several GPUs, but no NCCL; install another build")
@@ -144,54 +128,15 @@ def memory_and_disk(out_dir: Path) -> ReportPart:
     return part
 
 
-def accelerate_config(dtype: str) -> ReportPart:
-    """Return what the user's accelerate config says, and what a run makes of it."""
-    part = ReportPart("accelerate's config")
-    part.problems += [f"environment: {line}" for line in refusals(launched(), dtype)]
-    path = _config_file()
-    if path is None:
-        part.facts.append("none: `accelerate launch` takes one process for each GPU")
-        return part
-    part.facts.append(f"{path}, which `accelerate launch` reads without --config_file")
-    try:
-        config = yaml.safe_load(path.read_text())
-        if config.get("use_cpu") and gpus():
-            part.problems.append(f"{path}: use_cpu: there are GPUs here; set it to false")
-        launch = asked(["--config_file", str(path), "train/head.py"])
-        part.problems += [f"{path}: {line}" for line in refusals(vars(launch), dtype)]
-        if not part.problems:
-            count = here(launch)
-            taken = devices(count)
-            place = f"{taken} GPU(s)" if taken else "the processors"
-            part.facts.append(
-                f"a launch trains with {count} process(es) of this machine, on {place}"
-            )
-    except UserError as error:
-        part.problems.append(f"{path}: {error}")
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        part.problems.append(
-            f"{path}: cannot be taken ({first_line(error)}); run `accelerate config` again"
-        )
-    return part
-
-
-def _config_file() -> Path | None:
-    """Return the file that `accelerate launch` reads by itself; None where there is none."""
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = Path(default_config_file)
-    return path if path.is_file() else None
-
-
-def report(parts: Iterator[ReportPart]) -> list[ReportPart]:
-    """Say each part as soon as it is known."""
-    found = []
+def report(parts: Iterator[ReportPart]) -> list[str]:
+    """Say each part as soon as it is known; the problems of all."""
+    problems = []
     for part in parts:
         print(f"[{'PROBLEM' if part.problems else 'ok'}] {part.name}")
         for line in [*part.facts, *(f"PROBLEM: {problem}" for problem in part.problems)]:
             print(f"     {line}")
-        found.append(part)
-    return found
+        problems += part.problems
+    return problems
 
 
 def gpus() -> int:
@@ -199,16 +144,11 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def there(device: str) -> bool:
-    """Return whether torch sees this device: "cpu", "cuda" or "cuda:N"."""
-    kind, _, number = device.partition(":")
-    return kind != "cuda" or int(number or 0) < gpus()
-
-
 def usable(device: str) -> str:
     """`device`, or what is there if it is empty. Raises UserError for a GPU that is not."""
     if not device:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if not there(device):
+        return "cuda" if gpus() else "cpu"
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number or 0) >= gpus():
         raise UserError(f"device: {device} asked for, and torch does not see it; set device=cpu")
     return device
