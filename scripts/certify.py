@@ -70,7 +70,7 @@ def main(cfg: CertifyConfig) -> int:
         files.unclaimed(Path(cfg.out) / "certificate.json", files.asked(cfg), cfg.overwrite)
     if cfg.url:
         return server_checked(cfg)
-    with files.sole_folder(Path(cfg.out)):
+    with files.sole_writer(Path(cfg.out)):
         return certified(cfg, Path(cfg.out))
 
 

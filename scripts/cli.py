@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
 # The verbs as they are listed: the file of each, and where its keys are, "module:class". They are
 # those of conf/NAME.yaml, NAME being the file's.
-VERBS = {
+VERBS: dict[str, dict[str, tuple[str, str] | None]] = {
     "Data": {
         "synthesize": ("scripts/synthesize.py", "scripts.data.config:SynthesizeConfig"),
         "cache_features": ("scripts/cache_features.py", "train.features.config:CacheConfig"),

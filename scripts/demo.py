@@ -136,13 +136,13 @@ def steps(budget: Budget) -> list[Step]:
 @resumable()
 def main(cfg: DemoConfig) -> int:
     """Run the steps that are not done yet."""
-    if files.in_clone():  # an installed package is no place to write to
+    if (files.ROOT / "pyproject.toml").is_file():  # an installed package is no place to write to
         os.chdir(files.ROOT)
     budget = FAST if cfg.fast else FULL if dtype_on(None) == "bfloat16" else HALF
     if budget is HALF:
         print("note: no instructions for bfloat16 here: half of the data, in float32")
     began = time.perf_counter()
-    with files.sole_folder(budget.runs):
+    with files.sole_writer(budget.runs):
         begin(budget)
         run(steps(budget))
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")

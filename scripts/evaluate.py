@@ -76,7 +76,7 @@ def main(cfg: EvaluateConfig) -> int:
     raise_all([f"drafters: {line}" for name in cfg.drafters if (line := wrong_drafter(name))])
     raise_all(dead(cfg.drafters))  # before a target is loaded for nothing
     out = Path(cfg.out)
-    with files.sole_folder(out):
+    with files.sole_writer(out):
         files.unclaimed(out / "report.json", files.asked(cfg), cfg.overwrite)
         return scored(cfg, out)
 

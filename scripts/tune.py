@@ -36,7 +36,7 @@ from outrider.scripts.tuning.config import TuneConfig
 def main(cfg: TuneConfig) -> None:
     """Try, measure, write."""
     out = Path(cfg.out)
-    with files.sole_folder(out):
+    with files.sole_writer(out):
         files.unclaimed(out / "tune.json", files.asked(cfg, ["write"]), cfg.overwrite)
         tuned(cfg, out)
 

@@ -26,18 +26,6 @@ PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def check_out(path: Path) -> None:
-    """Find out before the work whether a file can be written there. Raises UserError."""
-    path = path.expanduser()
-    if path.is_dir():
-        raise UserError(f"out: {path} is a folder; give a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"out: cannot write to {path.parent} ({why}); choose another") from None
-
-
 # Keys of commands that change nothing in what they report.
 BESIDE = ("out", "quiet", "overwrite", "wandb", "wandb_project")
 
@@ -72,12 +60,6 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def in_clone() -> bool:
-    """Return whether this code lies in a clone of the repository, not in an installed
-    package."""
-    return (ROOT / "pyproject.toml").is_file()
 
 
 def here(path: Path) -> Path:
@@ -153,23 +135,10 @@ def commit(*paths: str) -> str:
 
 def processor() -> str:
     """Return the name of this machine's processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-@contextlib.contextmanager
-def sole_folder(path: Path) -> Iterator[None]:
-    """Hold a folder that a command writes, as `sole_writer` does. Raises UserError for a file
-    as well."""
-    if path.exists() and not path.is_dir():
-        raise UserError(f"out: {path} is a file; give a folder")
-    with sole_writer(path):
-        yield
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (named or [platform.processor() or platform.machine()])[0]
 
 
 @contextlib.contextmanager

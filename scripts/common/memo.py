@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.conf.errors import UserError
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import OnProgress, silent
 
@@ -27,8 +26,7 @@ class Memo:
         for a file that is damaged or not ours. resumed: there are values under this very
         key.
 
-    One process at a time: who opens one holds the folder around it (`files.sole_folder`).
-    Raises UserError where `folder` is a file.
+    One process at a time: who opens one holds the folder around it (`files.sole_writer`).
     """
 
     def __init__(self, folder: Path | None, key: dict[str, Any] | None = None) -> None:
@@ -36,17 +34,19 @@ class Memo:
         self.resumed = False
         if folder is None:
             return
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"out: {folder} is a file, and a folder is kept there; remove it")
-        stamp = {name: sha256(value) for name, value in (key or {}).items()}
-        there, known = any(folder.glob("*.jsonl")), _stamp(folder / "key")
+        stamp = {name: _sha256(value) for name, value in (key or {}).items()}
+        try:
+            known = dict(json.loads((folder / "key").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            known = {}
+        there = any(folder.glob("*.jsonl"))
         self.resumed = there and known == stamp
         if known == stamp:
             return
         if there:
             apart = [n for n in {**known, **stamp} if known.get(n) != stamp.get(n)]
-            apart = apart if known.keys() & stamp.keys() else ["version"]
-            _note(f"{folder} was made with another {', '.join(apart)}; all is made anew")
+            what = ", ".join(apart) if known else "version"
+            _note(f"{folder} was made with another {what}; all is made anew")
         self.clear()
         files.write_text(folder / "key", json.dumps(stamp))
 
@@ -110,19 +110,10 @@ class Memo:
                 self.folder.rmdir()
 
 
-def sha256(value: Any) -> str:
+def _sha256(value: Any) -> str:
     """Return the sha256 of a value as JSON; paths and the like as text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _note(what: str) -> None:
     print(f"note: {what}", file=sys.stderr, flush=True)
-
-
-def _stamp(mark: Path) -> dict[str, Any]:
-    """Return the hashes of the key that a folder was written under; {} where they cannot be
-    read."""
-    try:
-        return dict(json.loads(mark.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}

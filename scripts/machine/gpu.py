@@ -58,8 +58,6 @@ def main(cfg: DoctorConfig, device: str) -> int:
     """Measure, print and write. Raises UserError where there is no GPU."""
     if not device.startswith("cuda"):
         raise UserError("gpu: torch sees no GPU here; run this on a machine with one")
-    if cfg.out:
-        files.check_out(Path(cfg.out))
     model = model_of(TargetConfig(kind="hub", name=cfg.model))
     keys = [*SHAPE, f"device={device}", f"dtype={cfg.dtype}", f"seed={cfg.seed}"]
     found = {**files.origin(device), **measured(model, keys, cfg.steps)}
