@@ -8,9 +8,7 @@ drafter, shape and settings.
 
 Writes OUT/certificate.json. Exit code 0: lossless. 1: not lossless. 3:
 undecided (too few tokens, or wrong code that must be rejected got through). docs/lossless.md says
-how to read it. Finished parts wait in OUT/unfinished: the same command again goes on, and an
-undecided one with more tokens takes what it has. A certificate of something else in OUT is
-replaced with overwrite=true alone.
+how to read it. A certificate of something else in OUT is replaced with overwrite=true alone.
 
     outrider certify url=http://127.0.0.1:8080
 

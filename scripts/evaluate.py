@@ -16,8 +16,8 @@ asks a published set in place of prompts (mtbench, gsm8k, humaneval, math500, sp
 speedbench, livecodebench, alpaca); suite.path=FILE or FOLDER takes a copy on disk.
 
 An evaluation that is stopped (Ctrl-C, SIGTERM, kill -9) goes on by the same command: prompts
-that all drafters have answered are kept in OUT/unfinished until the report is written. A report of
-another evaluation in OUT is replaced with overwrite=true alone.
+that all drafters have answered are kept in OUT/unfinished.jsonl until the report is written. A
+report of another evaluation in OUT is replaced with overwrite=true alone.
 
 Exit codes: 0; 3 when a prompt could not be asked or a server failed on the way: it is named
 and left out, the others are scored; 1 when a trained head failed the parity gate (decoding
@@ -93,7 +93,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> int:
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     systems = systems_of(list(dict.fromkeys(cfg.drafters)), target)
-    memo = kept_in(out / "unfinished", cfg, target, prompts, systems)
+    memo = kept_in(out / "unfinished.jsonl", cfg, target, prompts, systems)
     tokens = min(cfg.max_new_tokens, GATE_TOKENS)
     parity = gates(systems, target, prompts, cfg.parity, tokens, cfg.quiet)
     origin = {"format": 1, **files.origin(str(target.device)), "asked": files.asked(cfg)}

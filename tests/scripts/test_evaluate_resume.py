@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -101,8 +102,8 @@ def test_what_was_measured_is_not_measured_again(
         stop_after(27, patch, ctrl_c)  # 20 of the first temperature, a prompt of the second
         assert code_of(evaluate.main, *requested) == 130
     assert "run the same command again to continue" in capsys.readouterr().err
-    unfinished = tmp_path / "out/unfinished"
-    kept = {path.stem: len(path.read_text().splitlines()) for path in unfinished.glob("*.jsonl")}
+    unfinished = tmp_path / "out/unfinished.jsonl"
+    kept = Counter(line.get("name") for line in records(unfinished)[1:])
     assert kept == {"t0": PROMPTS, "t1": 1}
     measured.clear()
     assert code_of(evaluate.main, *requested) == 0
@@ -129,7 +130,7 @@ def test_a_change_is_named_and_begins_anew(
             stop_after(count, patch, ctrl_c)
             assert code_of(evaluate.main, *requested, *keys) == 130
     assert "made with another drafters, seed; all is made anew" in capsys.readouterr().err
-    assert len((tmp_path / "out/unfinished/t0.jsonl").read_text().splitlines()) == 1
+    assert len(records(tmp_path / "out/unfinished.jsonl")) == 2
 
 
 def test_the_report_of_another_evaluation_is_not_replaced(
@@ -206,7 +207,7 @@ def test_kill_and_sigterm_in_the_middle(
 ) -> None:
     """A process of its own: killed when a prompt is measured, started again, stopped at the
     next."""
-    part = tmp_path / "out/unfinished/t0.jsonl"
+    part = tmp_path / "out/unfinished.jsonl"
 
     def slowed() -> int:
         run = interleaved.Runner.run
@@ -221,14 +222,14 @@ def test_kill_and_sigterm_in_the_middle(
     for number, (end, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):
         words = tmp_path / f"said{number}.txt"
         child = fork(slowed, words)
-        while not (part.exists() and len(part.read_text().splitlines()) >= number):
+        while not (part.exists() and len(part.read_text().splitlines()) > number):
             assert os.waitpid(child, os.WNOHANG) == (0, 0), words.read_text()
             time.sleep(0.01)
         os.kill(child, end)
         found, said = wait(child), words.read_text()
         assert found == code, said
     assert "run the same command again to continue" in said and "going on with" in said
-    kept = len(part.read_text().splitlines())
+    kept = len(part.read_text().splitlines()) - 1
     assert 2 <= kept < PROMPTS
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as many as a forked child has, else all is made anew

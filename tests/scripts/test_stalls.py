@@ -151,7 +151,7 @@ def test_an_answer_that_stalled_is_asked_again_of_all(tmp_path: Any) -> None:
         return seconds * (80 if (name, call) == ("none", 9) else 1)  # the first call warms up
 
     quiet, entered = measured()
-    memo = Memo(tmp_path / "memo", {"of": "this"})
+    memo = Memo(tmp_path / "memo.jsonl", {"of": "this"})
     found, _ = measured(stall=stall, memo=memo)
     assert found.again == [("p7",)] and speeds(found, entered) == speeds(quiet, entered)
     stalls = Scores(found, entered).stalls()
@@ -306,7 +306,7 @@ def test_a_run_that_was_stopped_while_it_asked_again_warms_up(tmp_path: Any) -> 
             raise KeyboardInterrupt
         return seconds * (80 if (name, call) == ("none", 9) else 1)
 
-    memo, calls = Memo(tmp_path / "memo", {"of": "this"}), []
+    memo, calls = Memo(tmp_path / "memo.jsonl", {"of": "this"}), []
     with pytest.raises(KeyboardInterrupt):
         measured(stall=stall, memo=memo)
     measured(stall=lambda name, call, seconds: calls.append(name) or seconds, memo=memo)
