@@ -94,8 +94,9 @@ def test_answers_that_are_kept_keep_no_cache() -> None:
     target: Target = tiny_target()
     kept = list[api.Answer]()
 
+    drafter = DraftModel(tiny_target(seed=5), 2)
+
     def act(number: int) -> None:
-        drafter = DraftModel(tiny_target(seed=5), 2) if number == 0 else kept[0]._batch.drafter
         kept.append(api.generate(target, [5, 6, 7], drafter, 6, temperature=1.0 + number))
         assert len(kept[-1].token_ids) == 6
 
