@@ -43,7 +43,7 @@ from outrider.scripts.certificate.controls import run_controls
 from outrider.scripts.certificate.layers import bound, forecast, run_layers, verdict
 from outrider.scripts.certificate.setup import open_setup
 from outrider.scripts.common import files
-from outrider.scripts.common.progress import Steps, by_name, columns
+from outrider.scripts.common.progress import Steps, by_name
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports.table import Table
 from outrider.scripts.scoring.systems import facts_of
@@ -98,7 +98,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     prompts = fitting(cfg.prompts, known, target)
     about, plan, start = about_target(target, cfg.sampling()), cfg.plan(), datetime.now(UTC)
     print(forecast(target, drafter, prompts, plan), file=sys.stderr, flush=True)
-    with Steps(*columns(44), quiet=cfg.quiet) as bar:
+    with Steps(quiet=cfg.quiet) as bar:
         setup = open_setup(target, prompts, plan, by_name(bar))
         layers, controls = run_layers(setup, drafter), run_controls(setup)
     seen = bound(layers, plan.alpha, cfg.detect)
@@ -168,7 +168,7 @@ def about_target(target: Target, sampling: Sampling) -> dict[str, Any]:
 def server_checked(cfg: CertifyConfig) -> int:
     """Ask a server, judge, say the line: its exit code."""
     prompts = [prompt.turns[0] for prompt in load_prompts(Path(cfg.prompts))]
-    with Steps(*columns(44), quiet=cfg.quiet) as bar:
+    with Steps(quiet=cfg.quiet) as bar:
         found = server_asked.judged(cfg.server_plan(prompts), by_name(bar))
     print(found["line"])
     for note in found["notes"]:

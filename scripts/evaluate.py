@@ -50,7 +50,7 @@ from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.names import wrong_drafter
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, thinned
-from outrider.scripts.data.suites import load_suite, notes
+from outrider.scripts.data.suites import load_suite
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.wandb_log import to_wandb
 from outrider.scripts.scoring.config import EvaluateConfig
@@ -137,12 +137,11 @@ def requested(
     if cfg.suite is None:
         source = {"path": cfg.prompts, "sha256": files.sha256(Path(cfg.prompts))}
         return thinned(load_prompts(Path(cfg.prompts), bad), cfg.num_prompts), source
-    loaded = load_suite(cfg.suite)
-    for line in notes(loaded):
-        print(f"warning: {line}", file=sys.stderr)
-    source = {"path": f"suite={cfg.suite.name}", "sha256": loaded.sha256}
-    prompts = thinned(loaded.prompts, cfg.num_prompts or cfg.suite.take or None)
-    return prompts, {**source, "suite": loaded.described}
+    every, suite = load_suite(cfg.suite)
+    if suite["loaded"] != suite["expected"]:
+        print(f"warning: {len(every)} prompts of {suite['expected']} published", file=sys.stderr)
+    kept = thinned(every, cfg.num_prompts or cfg.suite.take or None)
+    return kept, {"path": f"suite={cfg.suite.name}", "sha256": suite["sha256"], "suite": suite}
 
 
 def planned(cfg: EvaluateConfig, prompts: list[Prompt]) -> MemoryPlan:

@@ -66,6 +66,7 @@ except ImportError as error:
 
 PAGE = Path(__file__).parent / "serve_http" / "page.html"
 QUEUE = 64  # requests that may wait
+LOCAL = ["127.0.0.1", "localhost", "::1", "[::1]"]  # this machine, and no site that is led to it
 
 
 class Body(BaseModel):
@@ -482,7 +483,7 @@ def main(cfg: ServeConfig) -> int:
     room = BatchLimits(cfg.batch_size, min(cfg.longest, target.context_length))
     decoder = Decoder(target, list(dict.fromkeys([*cfg.drafters, NONE])), room)
     model = cfg.name or (target.identity.name if target.identity else "target")
-    hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.local else ["*"]
+    hosts = LOCAL if cfg.host in LOCAL else ["*"]
     app = App(decoder, model, cfg.max_new_tokens).application(hosts)
     how = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30, lifespan="off")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is ended

@@ -22,33 +22,29 @@ from rich.progress import (
 EVERY = 30.0  # seconds
 
 
-def columns(width: int) -> tuple[ProgressColumn, ...]:
-    """Return what a bar shows: name, bar, done of all, time spent, time left."""
-    return (
-        TextColumn(f"[bold]{{task.description:<{width}}}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-    )
-
-
 class Steps(Progress):
-    """rich's Progress; where its console is no terminal, a line "NAME: DONE of ALL" on stderr every
-    EVERY seconds in place of the bars."""
+    """rich's Progress with name, bar, done of all, time spent and left, and `more`; where its
+    console is no terminal, a line "NAME: DONE of ALL" on stderr every EVERY seconds instead."""
 
     def __init__(
         self,
-        *shown: ProgressColumn | str,
+        *more: ProgressColumn,
         console: Console | None = None,
         quiet: bool = False,
         transient: bool = False,
     ) -> None:
         console = console or get_console()
         self.plain, self.told = not quiet and not console.is_terminal, time.monotonic()
+        shown = (
+            TextColumn("[bold]{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+        )
         disable = quiet or self.plain
-        super().__init__(*shown, console=console, disable=disable, transient=transient)
+        super().__init__(*shown, *more, console=console, disable=disable, transient=transient)
 
     def update(self, task_id: TaskID, **kwargs: Any) -> None:  # type: ignore[override]
         """As rich does, and say it where a line is due."""
@@ -72,11 +68,6 @@ class OnProgress(Protocol):
 
 def silent(done: int, total: int, name: str = "", /) -> None:
     """Nobody looks on."""
-
-
-def named(on_progress: OnProgress, name: str) -> OnProgress:
-    """Return the same for a part of the work, which does not know its own name."""
-    return lambda done, total, _="", /: on_progress(done, total, name)
 
 
 def by_name(bar: Progress) -> OnProgress:

@@ -138,7 +138,7 @@ def _unseen(names: Sequence[str], hub: bool) -> dict[int, str]:
             if name in by_name and not hub:
                 raise UserError(f"{name}, which is on the hub; unseen takes a file of its prompts")
             if name in by_name:
-                prompts = load_suite(by_name[name]).prompts
+                prompts = load_suite(by_name[name])[0]
             else:
                 prompts = load_prompts(DEMO if name == DEMO.stem else Path(name))
         except UserError as error:

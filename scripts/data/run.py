@@ -17,7 +17,7 @@ from outrider.conf.disk import check_space
 from outrider.conf.errors import UserError, resumable
 from outrider.decode.models.identity import sha256_template, sha256_tokenizer
 from outrider.decode.models.load import load_target, load_tokenizer
-from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.progress import Steps
 from outrider.scripts.data.answering import Answering
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.from_server import Regenerator
@@ -109,7 +109,7 @@ def _under_way(work: Answering) -> Iterator[None]:
     if have == total:
         say(f"{ledger.path} already holds {total} conversations; nothing to do")
     begun, note = time.monotonic(), TextColumn("{task.fields[note]}")
-    with Steps(*columns(10), note) as bar:
+    with Steps(note) as bar:
         task = bar.add_task("synthesize", total=total, completed=have, note="")
 
         def tell(rows: int) -> None:

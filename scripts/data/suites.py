@@ -47,16 +47,6 @@ class SuiteConfig(Published):
     take: ZeroOrMore = 0
 
 
-@dataclass(frozen=True)
-class LoadedSuite:
-    """The prompts of a suite. sha256: of all their ids, categories and turns, before any are
-    left out. described: for the report."""
-
-    prompts: list[Prompt]
-    sha256: str
-    described: dict[str, Any]
-
-
 def every_suite() -> list[SuiteConfig]:
     """Return all of conf/suite, by name."""
     found = []
@@ -67,9 +57,10 @@ def every_suite() -> list[SuiteConfig]:
     return found
 
 
-def load_suite(suite: SuiteConfig) -> LoadedSuite:
-    """Return every prompt of a suite. Raises UserError for a set that cannot be had, for a
-    missing column, and for a row without text."""
+def load_suite(suite: SuiteConfig) -> tuple[list[Prompt], dict[str, Any]]:
+    """Return every prompt of a suite, and what the report says of it: the sha256 of all ids,
+    categories and turns among it. Raises UserError for a set that cannot be had, for a missing
+    column, and for a row without text."""
     prompts, seen = [], set()
     for number, row in enumerate(rows_of(suite), 1):
         prompt = _prompt(suite, row, number)
@@ -84,24 +75,7 @@ def load_suite(suite: SuiteConfig) -> LoadedSuite:
         digest.update(json.dumps([prompt.id, prompt.category, prompt.turns]).encode())
     described = {key: getattr(suite, key) for key in SHOWN}
     described |= {"sha256": digest.hexdigest(), "loaded": len(prompts)}
-    if suite.prompts and suite.prompts != len(prompts):
-        described["expected"] = suite.prompts
-    return LoadedSuite(prompts, digest.hexdigest(), described)
-
-
-def notes(loaded: LoadedSuite) -> list[str]:
-    """Return what whoever reads the figures should know."""
-    described, out = loaded.described, []
-    if "expected" in described:
-        out.append(
-            f"suite {described['name']}: {described['loaded']} prompts, the published set has "
-            f"{described['expected']}: another set of figures than others'"
-        )
-    if not described["tried"] and not described["path"]:
-        out.append(
-            f"suite {described['name']}: its description had not been tried on the real set yet"
-        )
-    return out
+    return prompts, described | {"expected": suite.prompts or len(prompts)}
 
 
 def _prompt(suite: SuiteConfig, row: dict[str, Any], number: int) -> Prompt:

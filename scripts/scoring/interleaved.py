@@ -22,7 +22,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.names import NONE, DraftSpec
 from outrider.scripts.common.memo import Memo
-from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.progress import Steps
 from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
 from outrider.scripts.scoring import pace
 
@@ -240,7 +240,7 @@ def run_contest(
     parts = {line["number"]: READ.validate_python(line["part"]) for line in memo.lines(name)}
     numbers = {p.id: i for i, p in enumerate(prompts)}
     lost = Contest.joined(list(parts.values())).lost
-    with Steps(*columns(28), quiet=quiet, transient=True) as progress:
+    with Steps(quiet=quiet, transient=True) as progress:
         total, done = (len(systems) * sum(some) for some in (turns, turns[: len(parts)]))
         said = f"scoring, T = {settings.sampling.temperature:g}"
         task = progress.add_task(said, total=total, completed=done)

@@ -13,7 +13,7 @@ from outrider.decode.target import Target
 from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.folders import head_folder
 from outrider.heads.parity import Parity, check
-from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.progress import Steps
 from outrider.scripts.common.prompts import Prompt, question_ids
 from outrider.scripts.scoring.interleaved import System
 
@@ -39,7 +39,7 @@ def gates(
                 heads.setdefault(part.source, (folder, system.target or target))
     requested = [question_ids(target.tokenizer, p.turns[0]) for p in prompts[:count]]
     found = {}
-    with Steps(*columns(28), quiet=quiet, transient=True) as bar:
+    with Steps(quiet=quiet, transient=True) as bar:
         task = bar.add_task("parity gate", total=len(heads))
         for name, (folder, own) in sorted(heads.items()):
             head = load_head(folder, own)

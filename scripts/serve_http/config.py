@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -42,11 +41,3 @@ class ServeConfig(AutoDtype):
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""
         return no_drafters(self.drafters, "drafters")
-
-    @property
-    def local(self) -> bool:
-        """Whether only this machine can connect."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"

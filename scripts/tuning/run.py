@@ -21,7 +21,7 @@ from outrider.heads import hub
 from outrider.heads.names import NONE
 from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
 from outrider.scripts.common import files
-from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.progress import Steps
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, thinned
 from outrider.scripts.scoring.interleaved import ContestSettings, run_contest
 from outrider.scripts.scoring.score import Scores, plain
@@ -42,7 +42,7 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
         raise UserError("prompts: the file holds a single prompt; give at least two")
     ids = [question_ids(target.tokenizer, p.turns[0]) for p in prompts[:TRIED_PROMPTS]]
     table, tried = tunable.settings(cfg.max_depth, cfg.max_nodes), []
-    with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
+    with Steps(console=console, quiet=cfg.quiet, transient=True) as progress:
         task = progress.add_task("trying settings", total=len(table))
         for one in table:
             tried.append(_alone(one, tunable, ids, cfg))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import compose
 from outrider.scripts import cli, demo
-from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts
 from outrider.train.runs import SCHEMAS
 
@@ -31,29 +29,6 @@ def test_its_steps_are_commands_that_compose() -> None:
             assert any(
                 str(step.leaves).startswith(w.partition("=")[2]) for w in words if "out" in w
             )
-
-
-@pytest.mark.parametrize("clone", [True, False])
-def test_the_demo_writes_where_a_user_finds_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clone: bool
-) -> None:
-    root, here = tmp_path / "root", tmp_path / "here"
-    root.mkdir()
-    here.mkdir()
-    if clone:
-        (root / "pyproject.toml").touch()
-    monkeypatch.setattr(files, "ROOT", root)
-    monkeypatch.chdir(here)
-    seen: list[str] = []
-
-    def stop(*_: object) -> None:
-        seen.append(os.getcwd())
-        raise SystemExit(7)
-
-    monkeypatch.setattr(demo, "begin", stop)
-    with pytest.raises(SystemExit):
-        demo.main(["fast=true"])
-    assert seen == [str(root if clone else here)]
 
 
 def step(folder: Path, name: str, code: str) -> demo.Step:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.scripts import certify, chat, evaluate, tune
+from outrider.scripts import chat, evaluate, tune
 from outrider.scripts.common import files
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
@@ -40,14 +40,6 @@ def one_line(capsys: Any) -> str:
 def rows(path: Path, *texts: str) -> Path:
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return path
-
-
-def test_half_an_emoji_in_a_prompt(tmp_path: Path, capsys: Any) -> None:
-    path = rows(tmp_path / "p.jsonl", "cut \ud83d")
-    keys = (f"prompts={path}", f"out={tmp_path}/out", "device=cpu", "drafter=ngram")
-    assert code(certify.main, *keys) == 2
-    said = one_line(capsys)
-    assert f"{path}:1: prompt holds {HALF}" in said, said
 
 
 def test_half_an_emoji_leaves_the_other_prompts(

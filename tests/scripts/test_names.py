@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.scripts.common.names import clipped, label, labels
+from outrider.scripts.common.names import clipped, labels
 
 
 @pytest.mark.parametrize(
@@ -23,18 +23,6 @@ from outrider.scripts.common.names import clipped, label, labels
 )
 def test_labels(names: list[str], found: list[str]) -> None:
     assert labels(names) == found
-
-
-def test_labels_never_meet() -> None:
-    names = [
-        f"{a}/{b}{c}@{d}"
-        for a in ("x", "/x", "y/x")
-        for b in ("m", "n")
-        for c in ("", "/head", "/best")
-        for d in ("chain", "tree")
-    ]
-    assert len(set(labels(names))) == len(names)
-    assert label("runs/x/head") == "x" and label("head") == "head"
 
 
 def test_clipped() -> None:

@@ -34,7 +34,6 @@ QWEN = (
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-FORMS = ("inside", "reasoning")
 
 
 @pytest.fixture(autouse=True)
@@ -66,39 +65,30 @@ def supervised(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     return tokenizer.decode(found.ids[:first]), tokenizer.decode(said)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_whole_answers_are_supervised_as_they_were_drawn(
-    tmp_path: Path, qwen: Any, form: str, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["inside", "reasoning"])
+@pytest.mark.parametrize("limit", [30, 4096])
+def test_answers_are_supervised_as_they_were_drawn(
+    tmp_path: Path, qwen: Any, form: str, limit: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Cut ones are counted, and supervised no further than they went."""
     questions(tmp_path, 8)
+    whole = limit > 30
     with serving(tmp_path, thinks=form) as url:
-        synthesize(config(tmp_path, url))
+        synthesize(config(tmp_path, url, max_new_tokens=limit, max_cut=1.0))
     for row in rows(tmp_path):
-        last = row["messages"][-1]
-        assert row["complete"] and ("reasoning_content" in last) == (form != "inside")
+        assert row["complete"] == whole
         before, said = supervised(row, qwen)
         assert before.endswith("<|im_start|>assistant\n") and "think" not in before
-        assert said.startswith("<think>\nlet me see how ") and said.endswith("<|im_end|>")
-        assert said.count("<think>") == said.count("</think>\n\n") == 1
+        assert said.startswith("<think>\nlet me see how ")
+        if whole:
+            assert ("reasoning_content" in row["messages"][-1]) == (form != "inside")
+            assert said.count("<think>") == said.count("</think>\n\n") == 1
+            assert said.endswith("<|im_end|>")
+        else:  # of a byte a token, blanks at the end left out
+            assert len(row["messages"]) == 2 and "</think>" not in said and 28 <= len(said) <= 30
     said = capfd.readouterr().err
-    assert "0 of 12 answers were cut" in said and "100.0% of the answers" in said
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_cut_answers_are_counted_and_supervised_no_further_than_they_went(
-    tmp_path: Path, qwen: Any, form: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    questions(tmp_path, 8)
-    with serving(tmp_path, thinks=form) as url:
-        synthesize(config(tmp_path, url, max_new_tokens=30, max_cut=1.0))
-    for row in rows(tmp_path):
-        assert not row["complete"] and len(row["messages"]) == 2
-        before, said = supervised(row, qwen)
-        assert before.endswith("<|im_start|>assistant\n") and "think" not in before
-        assert said.startswith("<think>\nlet me see how ") and "</think>" not in said
-        assert 28 <= len(said) <= 30, "30 tokens of a byte, blanks at the end left out"
-    said = capfd.readouterr().err
-    assert "8 of 8 answers were cut at max_new_tokens=30" in said and "would leave out" not in said
+    assert f"{'0 of 12' if whole else '8 of 8'} answers were cut" in said
+    assert "would leave out" not in said and ("100.0% of the answers" in said or not whole)
 
 
 def test_tool_calls_are_kept_with_the_tools_and_end_the_chat(
