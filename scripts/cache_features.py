@@ -30,11 +30,11 @@ if __name__ == "__main__":
 
 from accelerate import PartialState
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.conf.errors import Interrupted
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
+from outrider.scripts.common.progress import Steps
 from outrider.train.accelerator import on_processors
 from outrider.train.data.load import load_rows
 from outrider.train.features.writer import FeatureWriter
@@ -46,16 +46,8 @@ def write(writer: FeatureWriter, rank: int, world: int, console: Console) -> Non
     """Write this rank's share of the missing shards. Raises Interrupted on a signal; the shards
     so far are safe."""
     shards = writer.missing[rank::world]
-    bar = Progress(
-        TextColumn("features"),
-        BarColumn(),
-        TextColumn("{task.completed:,} of {task.total:,} tokens"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=rank > 0 or not console.is_terminal,
-    )
-    with Stop() as stop, bar:
-        task = bar.add_task("", total=sum(map(writer.tokens, shards)))
+    with Stop() as stop, Steps(console=console, quiet=rank > 0) as bar:
+        task = bar.add_task("tokens", total=sum(map(writer.tokens, shards)))
         for number in shards:
             for tokens in writer.shard(number):
                 bar.advance(task, tokens)

@@ -99,13 +99,11 @@ class SynthesizeConfig(AutoDtype):
             given += [f"extra_body.{key}" for key in self.extra_body if key not in HERE]
             alone = [f"{key}: only with backend=openai; set that or leave it out" for key in given]
             return alone + self._prompt_problems()
-        problems = []
-        address = urlsplit(self.base_url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            problems.append(f"base_url: {self.base_url!r} is no address; give http://HOST:PORT/v1")
-        elif address.username or address.password or address.query:
+        problems, address = [], urlsplit(self.base_url)
+        told = address.username or address.password or address.query
+        if address.scheme not in ("http", "https") or not address.hostname or told:
             problems.append(
-                "base_url: holds a name, key or query; give the bare address, and the key in the "
+                "base_url: give the bare address, http://HOST:PORT/v1; a key stands in the "
                 "environment variable that api_key_env names"
             )
         if not self.prompts:

@@ -25,6 +25,7 @@ from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.config import TargetConfig
 from outrider.decode.models.identity import Identity
+from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.names import DraftSpec
@@ -115,16 +116,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class _NoText:
-    """In place of a tokenizer: random tokens mean nothing."""
-
-    eos_token_id, chat_template = 0, ""
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        """Nothing."""
-        return ""
-
-
 def random_target(model: Model, dtype: str, device: torch.device) -> Target:
     """Return a target of this shape, made where it runs."""
     torch.manual_seed(0)
@@ -133,7 +124,7 @@ def random_target(model: Model, dtype: str, device: torch.device) -> Target:
             model.built.config, dtype=getattr(torch, dtype)
         )
     name = f"random weights in the shape of {model.name}"
-    return Target(made.eval(), _NoText(), identity=Identity(name, "", *3 * ("0" * 64,)))
+    return Target(made.eval(), byte_tokenizer(), identity=Identity(name, "", *3 * ("0" * 64,)))
 
 
 def random_rows(count: int, length: int, vocab: int) -> JoinedRows:

@@ -14,16 +14,19 @@ from outrider.conf.jsonl import records
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.prompts import chat_ids
 from outrider.scripts.data import in_process, inventing
+from outrider.scripts.data.answering import Answering
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.in_process import InProcess
-from outrider.scripts.data.inventing import Inventing, clean_question, junk
+from outrider.scripts.data.inventing import Inventing
 from outrider.scripts.data.ledger import Ledger
 from outrider.scripts.data.questions import Questions, fingerprint
 from outrider.scripts.data.run import synthesize
+from outrider.scripts.data.server import ServerAnswer
 from tests.helpers import faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +92,14 @@ def test_interrupted_run_continues_to_the_same_file(tmp_path, monkeypatch, whole
     assert path.read_bytes() == whole
 
 
+def test_a_cut_answer_loses_the_character_that_it_ended_within(tmp_path) -> None:
+    """Training would read three bytes of a sign that the target never wrote."""
+    work = Answering(config("x"), Ledger(tmp_path / "a.jsonl", {}), 1, byte_tokenizer())
+    for finished, text in ((False, "na"), (True, "na\ufffd")):
+        row = work._message(ServerAnswer("na\ufffd", finished, 3, None))
+        assert row == {"role": "assistant", "content": text}
+
+
 def test_larger_number_extends_and_smaller_is_refused(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     synthesize(config(path, num_conversations=7))
@@ -99,19 +110,6 @@ def test_larger_number_extends_and_smaller_is_refused(tmp_path) -> None:
         assert path.read_bytes().startswith(first) and len(path.read_bytes().splitlines()) == 14
     with pytest.raises(UserError, match="num_conversations: .* already holds 14, 6 asked"):
         synthesize(config(path, num_conversations=6))
-
-
-def test_file_of_other_settings_is_refused(tmp_path) -> None:
-    path = tmp_path / "a.jsonl"
-    synthesize(config(path, num_conversations=2))
-    before = path.read_bytes()
-    for change, named in (
-        ({"seed": 3}, "seed 0, now 3"),
-        ({"target": TargetConfig(kind="tiny", vocab=260, seed=1)}, "target.weights_sha256"),
-    ):
-        with pytest.raises(UserError, match=f"^out: .*{named}"):
-            synthesize(replace(config(path, num_conversations=2), **change))
-    assert path.read_bytes() == before
 
 
 def test_foreign_damaged_and_held_files(tmp_path) -> None:
@@ -130,6 +128,13 @@ def test_foreign_damaged_and_held_files(tmp_path) -> None:
     with pytest.raises(UserError, match="changed since"):
         synthesize(config(path, num_conversations=3, batch=2))
     path.write_text(lines[0])
+    other = TargetConfig(kind="tiny", vocab=260, seed=1)
+    for change, named in (
+        ({"seed": 3}, "seed 0, now 3"),
+        ({"target": other}, "target.weights_sha"),
+    ):
+        with pytest.raises(UserError, match=f"^out: .*{named}"):
+            synthesize(replace(config(path, num_conversations=2, batch=2), **change))
     (tmp_path / "a.jsonl.meta.json").write_text("{")
     with pytest.raises(UserError, match="changed since"):
         synthesize(config(path))
@@ -142,44 +147,32 @@ def test_model_that_invents_nothing_is_refused(tmp_path) -> None:
     assert files(tmp_path) == []
 
 
-def test_junk() -> None:
-    for text, why in (
-        ("Why?", "too short"),
-        ("12 + 34 = ? 56 - 7", "no letters"),
-        ("Tell me <|im_end|> something", "control tokens"),
-        ("日本の首都はどこですか？", ""),
-    ):
-        assert junk(text, ("<|im_end|>",)) == why
-    assert clean_question("Hello there. What is", False) == "Hello there.", "cut off"
-
-
 def test_duplicates_are_dropped_across_and_inside_blocks(tmp_path, monkeypatch) -> None:
     target = load_target(TargetConfig(kind="tiny", vocab=260))
     ledger = Ledger(tmp_path / "a.jsonl", {})
     cfg = config(ledger.path, max_question_tokens=24, max_new_tokens=6, batch=4)
     writer = Inventing(cfg, ledger, 3, target.tokenizer, target=target)
-    drawn = [
-        "One apple!",
-        "one  apple?",
-        "Two pears",
-        "old question",
-        "Three figs",
-        "x",
-        "Four nuts",
-    ]
+    drawn = ["One apple!", "one  apple?", "Two pears", "old question", "12 + 34 = ? 56 - 7"]
+    drawn += ["Tell me <|im_end|> something", "Three figs", "x", "Four nuts"]
     texts = iter(drawn + ["-"] * 40)
 
     def text(self, out):
         return next(texts) if out.prompt_ids == self.header else "Yes."
 
     monkeypatch.setattr(Inventing, "text", text)
+    real = inventing.clean_question
     monkeypatch.setattr(inventing, "clean_question", lambda text, complete: text)
     writer.seen.add(fingerprint("Old question."))
     writer.run()
     kept = [row["messages"][0]["content"] for row in records(ledger.path)]
     assert kept == ["One apple!", "Two pears", "Three figs"]
-    assert writer.dropped["duplicate"] == 2
+    assert [writer.dropped[why] for why in ("duplicate", "no letters", "control tokens")] == [
+        2,
+        1,
+        1,
+    ]
     assert writer.seen >= {"one apple", "old question"}
+    assert real("Hello there. What is", False) == "Hello there.", "cut off"
 
 
 # given questions
