@@ -8,8 +8,8 @@ One line for each problem, and exit code 1 if there is any. Nothing is loaded or
     outrider doctor gpu=true
 
 A few minutes on a GPU: steps of training and answers of one row, with random weights in the shape
-of a published model (`model`), so that nothing is downloaded; tokens/s, what share that is of what
-the GPU's own products reach, and what the dry run predicts beside it; out=FILE.json keeps it.
+of a published model (`model`), so that nothing is downloaded; tokens/s, the share of the maker's
+peak, and what the dry run predicts beside it; out=FILE.json keeps it.
 """
 
 from __future__ import annotations

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from outrider.conf.errors import UserError
+from outrider.conf.typed import from_json, raise_all
 
 FORMS = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -42,6 +46,20 @@ class Published:
     path: str = ""
     # whether this description has been tried on the real set; where not, it is said
     tried: bool = False
+
+
+P = TypeVar("P", bound=Published)
+
+
+def described(path: Path, schema: type[P]) -> P:
+    """Return the set that a YAML file describes. Raises UserError for one that is none."""
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError) as error:
+        raise UserError(f"{schema.word}: {path}: {' '.join(str(error).split())[:200]}") from None
+    found, problems = from_json(content, schema)
+    raise_all([f"{schema.word}: {path}: {problem}" for problem in problems])
+    return found
 
 
 def rows_of(which: Published) -> Any:

@@ -17,17 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from outrider.conf import packages
 from outrider.conf.disk import whole
 from outrider.conf.errors import UserError
 from outrider.conf.rules import NotEmpty, ZeroOrMore
 from outrider.conf.schema import CONF
-from outrider.conf.typed import from_json, nearest, raise_all
+from outrider.conf.typed import nearest
 from outrider.scripts.common.files import write_json
 from outrider.scripts.common.prompts import DEMO, load_prompts, requested, spoken
-from outrider.scripts.common.published import Published, rows_of
+from outrider.scripts.common.published import Published, described, rows_of
 from outrider.scripts.data.ledger import json_line, say
 from outrider.scripts.data.questions import asked_of, fingerprint
 from outrider.scripts.data.suites import every_suite, load_suite
@@ -79,13 +77,7 @@ def prompt_set(prompts: str) -> PromptSet:
         raise UserError(
             f"prompts: {prompts!r} is neither a file nor a set's name; {nearest(prompts, known())}"
         )
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"prompts: {path}: {' '.join(str(error).split())[:200]}") from None
-    found, problems = from_json(content, PromptSet)
-    raise_all([f"prompts: {path}: {problem}" for problem in problems])
-    return found
+    return described(path, PromptSet)
 
 
 def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:

@@ -11,15 +11,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import is_whole
 from outrider.conf.rules import ZeroOrMore
 from outrider.conf.schema import CONF
-from outrider.conf.typed import from_json, raise_all
 from outrider.scripts.common.prompts import Prompt
-from outrider.scripts.common.published import Published, rows_of
+from outrider.scripts.common.published import Published, described, rows_of
 
 SHOWN = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")
 
@@ -49,12 +46,7 @@ class SuiteConfig(Published):
 
 def every_suite() -> list[SuiteConfig]:
     """Return all of conf/suite, by name."""
-    found = []
-    for path in sorted((CONF / "suite").glob("*.yaml")):
-        suite, problems = from_json(OmegaConf.to_container(OmegaConf.load(path)), SuiteConfig)
-        raise_all(problems)
-        found.append(suite)
-    return found
+    return [described(path, SuiteConfig) for path in sorted((CONF / "suite").glob("*.yaml"))]
 
 
 def load_suite(suite: SuiteConfig) -> tuple[list[Prompt], dict[str, Any]]:
@@ -73,9 +65,9 @@ def load_suite(suite: SuiteConfig) -> tuple[list[Prompt], dict[str, Any]]:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.category, prompt.turns]).encode())
-    described = {key: getattr(suite, key) for key in SHOWN}
-    described |= {"sha256": digest.hexdigest(), "loaded": len(prompts)}
-    return prompts, described | {"expected": suite.prompts or len(prompts)}
+    about = {key: getattr(suite, key) for key in SHOWN}
+    about |= {"sha256": digest.hexdigest(), "loaded": len(prompts)}
+    return prompts, about | {"expected": suite.prompts or len(prompts)}
 
 
 def _prompt(suite: SuiteConfig, row: dict[str, Any], number: int) -> Prompt:

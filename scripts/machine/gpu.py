@@ -1,5 +1,4 @@
-"""One training shape and one decoding shape on this GPU: what they reach, beside what its own
-products reach and beside the dry run.
+"""One training shape and one decoding shape on this GPU: what they reach, beside the dry run.
 
 Weights are random, in the shape of a published model with its whole vocabulary, and tokens are
 random, so that nothing is downloaded. Training is the project's own step of an EAGLE-3 head.
@@ -139,7 +138,7 @@ def random_rows(count: int, length: int, vocab: int) -> JoinedRows:
 
 def _training(run: Run, plan: Plan, steps: int) -> dict[str, Any]:
     """Return tokens/s of some steps by the clock on the wall, and the peak of memory."""
-    device, dtype = run.device, run.target.dtype
+    device = run.device
     with _quiet():
         for _ in range(WARM):
             train_step(run)
@@ -148,7 +147,6 @@ def _training(run: Run, plan: Plan, steps: int) -> dict[str, Any]:
         seconds = _seconds(lambda: [train_step(run) for _ in range(steps)], device)
         rate = (run.state.seen["tokens_seen"] - before) / seconds
     each = report.flops_a_token(plan, plan.length)
-    product = product_flops(plan.model, dtype, device)
     parts = memory.parts(plan)
     held = sum(parts.values()) - parts["reserve"]
     found = {
@@ -157,8 +155,6 @@ def _training(run: Run, plan: Plan, steps: int) -> dict[str, Any]:
         "tokens_per_second": round(rate, 1),
         "flops_a_token": each,
         "tflops": round(each * rate / 1e12, 2),
-        "product_tflops": round(product / 1e12, 2),
-        "share_of_product": round(each * rate / product, 4),
         "peak_memory_bytes": peak_bytes(device),
         "predicted_peak_memory_bytes": held,
     }
@@ -167,15 +163,6 @@ def _training(run: Run, plan: Plan, steps: int) -> dict[str, Any]:
         predicted = report.shares_of_peak(each)[1] * peak / each
         found |= {"mfu": round(each * rate / peak, 4), "predicted_tokens_per_second": predicted}
     return found
-
-
-def product_flops(model: Model, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the product in which a target's MLP reads 8,192 tokens: what this device
-    reaches at best."""
-    width = int(model.text.hidden_size)
-    inner, count = int(getattr(model.text, "intermediate_size", 4 * width)), 8192
-    x, w = (torch.randn(n, width, device=device, dtype=dtype) for n in (count, inner))
-    return 2.0 * count * width * inner / _median(lambda: x @ w.T, device)
 
 
 def _decoding(run: Run) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_both_shapes_run_on_a_cpu_in_small() -> None:
     found = gpu.measured(model, keys, steps=2)
     made, told = found["training"], found["decoding"]
     assert made["draft_vocab"] == 64 and made["tokens_per_second"] > 0
-    assert made["share_of_product"] > 0 and made["predicted_peak_memory_bytes"] > 0
+    assert made["tflops"] >= 0 and made["predicted_peak_memory_bytes"] > 0
     assert told["plain_tokens_per_second"] > 0 and told["drafted_ms_a_pass"] > 0
 
 
