@@ -33,7 +33,7 @@ def main(cfg: DoctorConfig) -> int:
         from outrider.scripts.machine import gpu  # training, which all else does without
 
         return gpu.main(cfg, device)
-    problems = look.report(look.all_parts(device, cfg.dtype, Path(cfg.out_dir)))
+    problems = look.look(device, cfg.dtype, Path(cfg.out_dir))
     print(f"{len(problems)} problem(s)" if problems else "no problem found", flush=True)
     return 1 if problems else 0
 

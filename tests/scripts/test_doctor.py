@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,10 @@ doctor = importlib.import_module("outrider.scripts.doctor")
 def summary(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     """Exit code and words of the command."""
     return code_of(doctor.main, *args), capsys.readouterr().out
+
+
+def wrong(lines: Iterator[str]) -> list[str]:
+    return [line for line in lines if line.startswith(look.PROBLEM)]
 
 
 @pytest.fixture
@@ -57,18 +62,18 @@ def test_a_gpu_that_is_not_there_is_a_line(capsys: pytest.CaptureFixture[str]) -
 
 def test_problems_of_disk_and_cache(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "LEAST_DISK", 1 << 60)
-    problems = look.memory_and_disk(sound / "not" / "there").problems
+    problems = wrong(look.memory_and_disk(sound / "not" / "there"))
     assert len(problems) == 3 and "free some, or change the folder" in problems[0]
     monkeypatch.setattr(look, "LEAST_DISK", 0)
     (sound / "cache").write_text("a file")
-    (problem,) = look.memory_and_disk(sound).problems
-    assert problem.startswith(f"cache: {sound / 'cache'} cannot be written")
+    (problem,) = wrong(look.memory_and_disk(sound))
+    assert problem.startswith(f"PROBLEM: cache: {sound / 'cache'} cannot be written")
 
 
 def test_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["torch>=999", "no-such-package>=1", "numpy>=1", "pytest>=999; extra == 'dev'"]
     monkeypatch.setattr(look, "requires", lambda name: needs)
-    problems = look.versions().problems
+    problems = wrong(look.versions())
     assert len(problems) == 2
     assert "torch>=999 is needed" in problems[0] and "not installed" in problems[1]
 
@@ -80,7 +85,7 @@ def test_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "get_device_properties", lambda n: about)
     monkeypatch.setattr(cuda, "mem_get_info", lambda n: (1 << 30, 8 << 30))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    (problem,) = look.build("bfloat16").problems
+    (problem,) = wrong(look.build("bfloat16"))
     assert "set dtype=float32" in problem
 
 
