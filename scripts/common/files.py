@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from outrider.conf.commit import commit as commit_of
+from outrider.conf.commit import commit
 from outrider.conf.disk import write_bytes as write_bytes
 from outrider.conf.disk import write_text as write_text
 from outrider.conf.errors import UserError
@@ -89,7 +89,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
-        "commit": commit(),
+        "commit": commit() or "unknown",
     }
 
 
@@ -126,11 +126,6 @@ def code_sha256(parts: Iterable[str], root: Path = ROOT) -> str:
     for file in [file for part in parts for file in sorted((root / part).rglob("*.py"))]:
         digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def commit(*paths: str) -> str:
-    """As conf.commit has it; "unknown" without git."""
-    return commit_of(*paths) or "unknown"
 
 
 def processor() -> str:
