@@ -119,12 +119,8 @@ class SynthesizeConfig(AutoDtype):
     def _prompt_problems(self) -> list[str]:
         from outrider.scripts.data.prompt_sets import is_file, prompt_set
 
-        if not self.prompts and self.extra_body and self.backend == "local":
-            return ["extra_body: only with prompts; leave it out"]
         if not self.prompts or is_file(self.prompts):
-            only = "only with prompts=NAME, a public set; leave it out"
-            given = self.unseen != list(UNSEEN)
-            return [f"prompts_path: {only}"] * bool(self.prompts_path) + [f"unseen: {only}"] * given
+            return []
         try:
             prompt_set(self.prompts)
         except UserError as error:
