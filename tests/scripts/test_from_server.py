@@ -23,7 +23,7 @@ from outrider.decode.models.load import TargetConfig
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.from_server import Regenerator
-from outrider.scripts.data.questions import question_of
+from outrider.scripts.data.questions import Questions
 from outrider.scripts.data.run import synthesize
 from outrider.scripts.data.server import read_answer
 from outrider.train.data.rows import read_row
@@ -259,32 +259,22 @@ def test_every_request_has_a_seed_of_its_own_that_the_run_decides(tmp_path: Path
     assert answers[0] == answers[1] and len({*answers[0], *answers[2]}) == 6
 
 
-ROWS = {
-    b'{"prompt": "a"}': ["a"],
-    b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}': ["a"],
-    b'{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}': [
-        "s",
-        "a",
-    ],
-    b"{": "is not JSON",
-    b'{"prompt": ""}': "prompt holds an empty turn",
-    b'{"messages": [{"role": "tool", "content": "x"}]}': "tool turns",
-    b'{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": '
-    b'"s"}]}': "system turn may only",
-}
-
-
-def test_forms_of_questions(tmp_path: Path) -> None:
-    for line, want in ROWS.items():
-        if isinstance(want, list):
-            assert [t["content"] for t in question_of(line)[0]] == want
-        else:
-            with pytest.raises(ValueError, match=want):
-                question_of(line)[0]
+def test_rows_that_cannot_be_asked_are_named(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "b"}
+    chats = [
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, answer],
+        [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}],
+        [{"role": "user", "content": "a"}, {"role": "system", "content": "s"}],
+    ]
+    lines = [json.dumps({"messages": chat}) for chat in chats] + ["{"]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join(lines))
+    found = Questions(path)
+    assert found.asked == [(1, (chats[0][:2], None))] and [n for n, _ in found.bad] == [2, 3, 4]
     for content, said in (
-        (b"\n".join(ROWS), r"asked.jsonl:4: is not JSON.*; 4 of 7 questions are malformed"),
-        (b"{}\n", "holds no question"),
+        ("\n".join(lines), r"asked.jsonl:2: holds tool turns.*; 3 of 4 questions are malformed"),
+        ("{}\n", "holds no question"),
     ):
-        (tmp_path / "asked.jsonl").write_bytes(content)
+        path.write_text(content)
         with pytest.raises(UserError, match=said):
             synthesize(config(tmp_path, "http://127.0.0.1:9/v1"))

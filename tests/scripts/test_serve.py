@@ -58,12 +58,9 @@ def text_of(target: Target, tokens: list[int]) -> str:
 # -- the official client
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_chat_is_the_engine_s_own_answer(client: openai.OpenAI, target: Target) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL and model.drafters == DRAFTERS  # type: ignore[attr-defined]
-
-
-def test_chat_is_the_engine_s_own_answer(client: openai.OpenAI, target: Target) -> None:
     ids = chat_ids(target.tokenizer, QUESTION)
     own = alone(target, ids, 20, Sampling())
     for drafter in DRAFTERS:
