@@ -173,7 +173,7 @@ def _without(turn: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _turn(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as templates take it. Raises ValueError in a user's words."""
-    turn = {key: value for key, value in message.items() if value is not None}
+    turn = {k: v for k, v in message.items() if v or (k == "content" and v is not None)}
     calls = turn.get("tool_calls")
     if not isinstance(role := turn.get("role"), str):
         raise ValueError("a turn has no role; give user, assistant or system")

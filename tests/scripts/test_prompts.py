@@ -103,7 +103,7 @@ def test_what_a_message_says_is_in_the_prompt_or_refused() -> None:
     called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": CALL}
     assert "here" in tokenizer.decode(chat_ids(tokenizer, [user, called, user]))
     plain = chat_ids(tokenizer, [user])
-    assert plain == chat_ids(tokenizer, [{**user, "name": None}])
+    assert plain == chat_ids(tokenizer, [{**user, "name": None, "annotations": []}])
     for turn, said in (
         ({**called, "content": "look"}, "does not show content of a turn of assistant"),
         ({"role": "developer", "content": "b"}, "does not show content of a turn of developer"),
