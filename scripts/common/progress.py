@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from rich import get_console
 from rich.console import Console
@@ -59,14 +60,10 @@ class Steps(Progress):
         self.update(task_id, advance=advance)
 
 
-class OnProgress(Protocol):
-    """What long work calls as it goes on. total: 0 where it is not known. name: of the part that
-    is done, where there are several."""
-
-    def __call__(self, done: int, total: int, name: str = "", /) -> None: ...
+OnProgress = Callable[[int, int, str], None]  # done, of all, the name of the part that is done
 
 
-def silent(done: int, total: int, name: str = "", /) -> None:
+def silent(*_: object) -> None:
     """Nobody looks on."""
 
 
@@ -74,10 +71,10 @@ def by_name(bar: Progress) -> OnProgress:
     """Shows every part as a task of `bar`."""
     tasks: dict[str, TaskID] = {}
 
-    def on_progress(done: int, total: int, name: str = "", /) -> None:
+    def on_progress(done: int, total: int, name: str) -> None:
         if name not in tasks:
-            tasks[name] = bar.add_task(name, total=total or None, completed=done)
-        bar.update(tasks[name], completed=done, total=total or None)
+            tasks[name] = bar.add_task(name, total=total)
+        bar.update(tasks[name], completed=done)
 
     return on_progress
 
