@@ -67,16 +67,6 @@ def test_the_sum_by_hand(folder: Path) -> None:
     assert memory.estimate(CONFIG, (0, 0), "float32", MemoryPlan()) == Need(0, 0, 0)
 
 
-def test_the_cache_is_as_large_as_message() -> None:
-    from outrider.decode.target import Target
-
-    target = Target(tiny_model("llama", vocab=320))
-    plan = MemoryPlan(rows=2, tokens=40, nodes=7)
-    cache = target.new_cache(2, 40, 7)
-    need = memory.estimate(target.config, (0, 0), "float32", plan)
-    assert need.cache == sum(b.numel() * b.element_size() for b in cache.buffers)
-
-
 def test_what_does_not_fit_is_message_with_the_fix(monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "available", lambda device: 10 << 30)
     memory.check(Need(5 << 30, 1 << 30, 0), "cpu", "m", MemoryPlan(rows=4))

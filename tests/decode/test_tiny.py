@@ -30,13 +30,6 @@ def test_bytes_round_trip(text: str) -> None:
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
 
 
-def test_every_id_decodes_and_specials_stand_alone() -> None:
-    assert len(TOKENIZER) == 300
-    assert TOKENIZER("a<|im_end|>b")["input_ids"] == [FIRST_BYTE + 97, 2, FIRST_BYTE + 98]
-    assert TOKENIZER.decode([299]) == "<|reserved_299|>"
-    assert TOKENIZER.eos_token_id == 2 and TOKENIZER.bos_token_id is None
-
-
 def test_template_with_spans_renders_the_same_text_and_marks_the_answer() -> None:
     turns = [("user", "hey"), ("assistant", "yo"), ("user", "?")]
     chat = [{"role": role, "content": content} for role, content in turns]
@@ -101,13 +94,9 @@ def test_differences_name_the_hash() -> None:
     assert sha256_template(byte_tokenizer(300, CHATML_WITH_SPANS)) != sha256_template(TOKENIZER)
     assert sha256_tokenizer(byte_tokenizer(300, CHATML_WITH_SPANS)) == sha256_tokenizer(TOKENIZER)
     assert sha256_tokenizer(byte_tokenizer(301)) != sha256_tokenizer(TOKENIZER)
-
-
-def test_padding_and_truncation_do_not_change_the_tokenizer_hash() -> None:
-    tokenizer = byte_tokenizer(300)
-    before = sha256_tokenizer(tokenizer)
-    tokenizer(["a", "bcd"], padding=True, truncation=True, max_length=2)
-    assert sha256_tokenizer(tokenizer) == before
+    used = byte_tokenizer(300)
+    used(["a", "bcd"], padding=True, truncation=True, max_length=2)
+    assert sha256_tokenizer(used) == sha256_tokenizer(TOKENIZER)
 
 
 @pytest.fixture

@@ -51,11 +51,11 @@ def test_the_same_and_the_padded_are_compatible() -> None:
     [
         (swap, "token 'a' has id"),
         (merge, "id 299 is .* in the target and .el. in the draft"),
-        (lambda c: c.update(normalizer={"type": "NFKC"}), "unicode|normalisation"),
-        (lambda c: c.update(normalizer={"type": "Lowercase"}), "plain text: 'Hello world'"),
-        (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), "plain text"),
+        (lambda c: c.update(normalizer={"type": "NFKC"}), "the text .* in the target"),
+        (lambda c: c.update(normalizer={"type": "Lowercase"}), "the text 'Hello world'"),
+        (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), "the text"),
         (lambda c: c.update(decoder={"type": "Fuse"}), "is decoded as"),
-        (plain_start, "special token"),
+        (plain_start, "the text"),
     ],
 )
 def test_the_first_difference_is_named(edit: Any, words: str) -> None:
