@@ -310,6 +310,16 @@ def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
     return number(foreign, config, "sliding_window")
 
 
+# Keys of a config that change what draft layers compute, with the values that change nothing.
+UNREAD: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "rope_interleave"), (None, False)),
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "clip_qkv"), (None, False)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,)),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), (None, 1)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), (None, 1)),
+}
+
+
 def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict[str, Any]:
     """Return the draft layers (heads.layers.shape.layer_config) that a LlamaConfig
     describes.
@@ -317,9 +327,9 @@ def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict
     Raises UserError for a key that is missing or absurd, and for layers that this repository
     cannot run with this target."""
     where = foreign.folder / "config.json"
-    for key in ("attention_bias", "mlp_bias", "qkv_bias"):
-        if config.get(key):
-            raise UserError(f"{where}: {key} is true; draft layers with biases are not read")
+    for key, alike in UNREAD.items():
+        if config.get(key) not in alike:
+            raise UserError(f"{where}: {key}: {config[key]!r:.40}; layers without it are read")
     width, heads = (number(foreign, config, key) for key in ("hidden_size", "num_attention_heads"))
     said = foreign.config.get("target_hidden_size") or width
     if width != said == target.hidden_size:
