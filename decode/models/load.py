@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # The same weights once more in a repository, in forms that transformers does not read.
 TWICE = ["consolidated*", "original/*", "metal/*"]
 PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+ADAPTER = "adapter_config.json"
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def load_target(
@@ -259,6 +261,11 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
+    if (folder / ADAPTER).is_file():  # transformers would put it on top, and no hash has it
+        raise UserError(
+            f"target: {folder} holds an adapter ({ADAPTER}); give a folder into which it is merged "
+            "(peft: merge_and_unload)"
+        )
     if os.environ.get("RANK", "0") != "0" or cfg.kind in TARGETS:
         hf_logging.disable_progress_bar()
     extra = _attention(cfg)
@@ -285,9 +292,14 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             "again (a small text file in its place is git-lfs's: git lfs pull)"
         ) from e
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
+        _check_complete({}, folder)
+        fix = "give a folder with its config.json and its weights as safetensors"
+        if kept := quantize.stored(folder):
+            fix = f"its weights are kept in {kept}: give the model that it was made of"
+        elif isinstance(e, ValueError | KeyError):
+            fix = "give a model that transformers loads as text in, text out"
         raise UserError(
-            f"target: no loadable causal language model in {folder} ({first_line(e)}); "
-            "give a folder with its config.json and its weights as safetensors"
+            f"target: no loadable causal language model in {folder} ({first_line(e)}); {fix}"
         ) from e
     model, found = loaded
     _check_complete(found, folder)
@@ -296,16 +308,38 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
 
 def _check_complete(found: dict[str, Any], folder: Path) -> None:
     """Raise UserError naming the weights that no file gave: transformers draws those at
-    random, other ones in each process. found: its report of the loading."""
-    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"])]
+    random, other ones in each process. found: its report of the loading, {} of one that failed."""
+    wrong = [f"{name} is missing" for name in sorted(found.get("missing_keys", ()))]
     wrong += [
         f"{name} is {tuple(here)} in place of {tuple(wanted)}"
-        for name, here, wanted in sorted(found["mismatched_keys"])
+        for name, here, wanted in sorted(found.get("mismatched_keys", ()))
     ]
+    if wrong or not found:  # experts are stacked: what is said of the stack is said of one
+        wrong = _odd_experts(folder) or wrong
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        more += "".join(f"; it has {name}" for name in sorted(found["unexpected_keys"])[:1])
+        more += "".join(f"; it has {name}" for name in sorted(found.get("unexpected_keys", ()))[:1])
         raise UserError(
             f"target: the weights in {folder} are not whole ({', '.join(wrong[:3])}{more}); "
             "give a folder with every weight that its config.json asks for"
         )
+
+
+def _odd_experts(folder: Path) -> list[str]:
+    """Return what is wrong with experts that a checkpoint keeps apart, by the names in its files:
+    what is missing of one, or is of another shape than that of the others."""
+    groups: dict[str, dict[int, tuple[int, ...]]] = {}
+    for name, shape, _ in memory.headers(folder):
+        if place := EXPERT.search(name):
+            alike = name[: place.start(1)] + "{}" + name[place.end(1) :]
+            groups.setdefault(alike, {})[int(place[1])] = shape
+    wrong = []
+    for alike, held in sorted(groups.items()):
+        layer = alike.partition("{}")[0]
+        every = {i for other, those in groups.items() if other.startswith(layer) for i in those}
+        usual = max(held.values(), key=[*held.values()].count)
+        if 2 * len(held) >= len(every):  # else it is a name of its own
+            wrong += [f"{alike.format(i)} is missing" for i in sorted(every - held.keys())]
+        odd = {i: shape for i, shape in sorted(held.items()) if shape != usual}
+        wrong += [f"{alike.format(i)} is {odd[i]} in place of {usual}" for i in odd]
+    return wrong

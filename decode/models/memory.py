@@ -10,6 +10,7 @@ Shape letters: B rows, L slots, N nodes, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,20 +62,27 @@ def parameters(folder: Path) -> tuple[int, int]:
     MXFP4 weights as many as they are once read. (0, 0) when there are none or they cannot be read:
     loading will say what is wrong with them."""
     total = matrices = 0
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    one = file.get_slice(name)
-                    count, shape = math.prod(one.get_shape()), one.get_shape()
-                    if one.get_dtype() == "U8" and name.endswith(("_blocks", "_scales")):
-                        count = 2 * count if name.endswith("_blocks") else 0  # MXFP4, read unpacked
-                    total += count
-                    outside = "embed" in name or "lm_head" in name
-                    matrices += 0 if outside or len(shape) != 2 else count
-        except (OSError, SafetensorError):
-            return 0, 0
+    try:
+        for name, shape, dtype in headers(folder):
+            count = math.prod(shape)
+            if dtype == "U8" and name.endswith(("_blocks", "_scales")):
+                count = 2 * count if name.endswith("_blocks") else 0  # MXFP4, read unpacked
+            total += count
+            outside = "embed" in name or "lm_head" in name
+            matrices += 0 if outside or len(shape) != 2 else count
+    except (OSError, SafetensorError):
+        return 0, 0
     return total, matrices
+
+
+def headers(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield (name, shape, dtype) of each tensor in a model's safetensors files. Raises OSError
+    and SafetensorError."""
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                one = file.get_slice(name)
+                yield name, tuple(one.get_shape()), one.get_dtype()
 
 
 def estimate(

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.load import TargetConfig, load_target
@@ -81,10 +83,30 @@ def test_a_tied_head_needs_no_weight_of_its_own(tmp_path: Path) -> None:
     load_target(TargetConfig(kind="local", path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_expert_that_a_checkpoint_keeps_apart(
+    tmp_path: Path, damage: Callable[[Weights, str], None]
+) -> None:
+    """transformers stacks them, and says of one that it could not be converted."""
+    build("mixtral", vocab_size=260).save_pretrained(tmp_path / "whole")
+    byte_tokenizer().save_pretrained(tmp_path / "whole")
+    for part in ("w1", "w2"):
+        name = f"model.layers.1.block_sparse_moe.experts.2.{part}.weight"
+        refuses(damaged(tmp_path / "whole", tmp_path / "damaged", damage, name), name)
+
+
+def test_an_adapter_is_no_target(whole: Path, tmp_path: Path) -> None:
+    """transformers would put it on top of the weights, and the target's identity would not say."""
+    folder = shutil.copytree(whole, tmp_path / "adapter")
+    model = LlamaForCausalLM.from_pretrained(whole)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(folder)
+    refuses(folder, "adapter_config.json")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_weight_of_every_architecture(arch: str, tmp_path: Path) -> None:
-    """By its name where the checkpoint spells it as the model does, which fuses experts."""
+    """By its name where the checkpoint spells it as the model does, and of experts."""
     model = build(arch, vocab_size=260)
     model.save_pretrained(tmp_path / "whole")
     byte_tokenizer().save_pretrained(tmp_path / "whole")
@@ -92,4 +114,4 @@ def test_every_weight_of_every_architecture(arch: str, tmp_path: Path) -> None:
     for name in load_file(tmp_path / "whole" / FILE):
         for damage in DAMAGES:
             folder = damaged(tmp_path / "whole", tmp_path / "damaged", damage, name)
-            refuses(folder, name if name in own else "target: ")
+            refuses(folder, name if name in own or ".experts." in name else "target: ")
