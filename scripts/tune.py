@@ -4,8 +4,8 @@
 
 Times chains and trees of many sizes, interleaves the fastest few with plain decoding, and writes
 the fastest into the head's folder (decode.json), where evaluate, chat and export read it; nothing
-is written where none is faster than plain decoding. OUT gets tune.json, which overwrite=true alone
-replaces where it is of something else.
+is written where none is faster than plain decoding beyond chance. OUT gets tune.json, which
+overwrite=true alone replaces where it is of something else.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     tune_table.table(report).show(console)
     folder, best = settings_folder(draft), report["chosen"]["settings"]
     if not report["chosen"]["pays"]:
-        said = "nothing is written beside the drafter: no setting was faster than plain decoding"
+        said = "nothing is written beside the drafter: plain decoding may be as fast"
     elif cfg.write and folder is not None:
         files.write_json(folder / DECODE, tune_run.tuned_from(report, folder).to_json())
         said = f"written: {folder / DECODE}; evaluate, chat and export read it"
@@ -71,7 +71,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
             draft.source, **{key: best.get(key) for key in ("shape", "depth", "nodes")}
         )
         said = f"nothing is written beside {draft.source}; ask for it as {name}"
-    console.print(f"{said}\nreport: {out / 'tune.json'}", highlight=False)
+    console.print(f"{said}\nreport: {out / 'tune.json'}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

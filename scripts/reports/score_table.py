@@ -101,7 +101,7 @@ def notes(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
         )
-    lines += [doubt(row["label"], why) for row in rows for why in row["doubts"]]
+    lines += doubted({row["label"]: row["doubts"] for row in rows})
     if outgrown := len(report["skipped_turns"]):
         lines.append(f"{outgrown} later turns outgrew the context and were left out for all.")
     return lines + [f"skipped {one['name']}: {one['reason']}" for one in report["skipped"]]
@@ -122,5 +122,10 @@ def stalls(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def doubt(label: str, why: str) -> str:
-    return f"IN DOUBT {DOUBT}: the speed of {label}: {why}."
+def doubted(doubts: dict[str, list[str]]) -> list[str]:
+    """Return why speeds cannot be believed, a note for every reason. doubts: of rows by name."""
+    reasons: dict[str, list[str]] = {}
+    for label, found in doubts.items():
+        for why in found:
+            reasons.setdefault(why, []).append(label)
+    return [f"IN DOUBT {DOUBT} ({', '.join(of)}): {why}." for why, of in reasons.items()]

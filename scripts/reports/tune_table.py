@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.scripts.reports.score_table import distribution_of, doubt, even, requested, stalls
+from outrider.scripts.reports.score_table import distribution_of, doubted, even, requested, stalls
 from outrider.scripts.reports.table import Columns, Table, interval, number, ratio
 
 COLUMNS: Columns = (
-    ("settings", lambda row: row["name"]),
+    ("settings", lambda row: row["name"] + (" (default)" if row["default"] else "")),
     ("accepted length", lambda row: interval(row["measured"]["accepted_length"])),
     ("tokens/s", lambda row: number(row["measured"]["tokens_per_second"], 1)),
     ("speedup", lambda row: ratio(row["measured"]["speedup"], row["measured"]["doubts"])),
-    ("breaks even at", lambda row: even(row["measured"]["break_even"])),
+    ("break even", lambda row: even(row["measured"]["break_even"])),
 )
 
 
@@ -35,7 +35,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
     doubts = {row["name"]: row["measured"]["doubts"] for row in report["rows"]}
     said = f"Chosen: {chosen['name']}."
     if not chosen["pays"]:
-        none = "Nothing was faster than plain decoding here"
+        none = "Nothing was faster than plain decoding beyond chance here"
         none = "No speed can be believed here" if doubts[chosen["name"]] else none
         said = f"{none}. The nearest is {chosen['name']}."
     return [
@@ -43,5 +43,5 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"{len(report['tried'])} settings were tried, the fastest of them interleaved with plain "
         "decoding; brackets: 95 % bootstrap over prompts.",
         *stalls(report["stalls"]),
-        *(doubt(name, why) for name, reasons in doubts.items() for why in reasons),
+        *doubted(doubts),
     ]

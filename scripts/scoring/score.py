@@ -108,7 +108,7 @@ class Scores:
         """Return why a ratio of two rows' speeds rests on too little; [] where it does not."""
         both = np.array([self.work(name).pass_s for name in names])
         timed = int(np.isfinite(both).all(0).sum())
-        said = f"it rests on {timed} timed prompts (or batches of them), less than {FEW}"
+        said = f"the speed rests on {timed} timed prompts (or batches of them), less than {FEW}"
         return [said] if timed < FEW else []
 
     def doubts(self, system: System, speed: dict[str, Any]) -> list[str]:
@@ -118,7 +118,7 @@ class Scores:
             return []
         found, limit = self.few((system.name, NONE)), self.break_even(system)
         if low is not None and high - low > WIDE * mean:
-            found.append(f"its 95 % interval is wider than {WIDE:.0%} of it")
+            found.append(f"the 95 % interval is wider than {WIDE:g} of the speed")
         if limit is not None and limit.high is not None and limit.high < LEAST:
             found.append(f"a cycle that drafts seems shorter ({limit.mean:.2f}) than a plain one")
         return found

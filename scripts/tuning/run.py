@@ -48,15 +48,16 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
             tried.append(_alone(one, tunable, ids, cfg))
             progress.advance(task)
     tried.sort(key=lambda row: -row["tokens_per_second"])
-    settings = {str(one): one for one in confirmed(tried, cfg.confirm)}
-    settings["default"] = tunable.default()
+    default = tunable.default()
+    settings = {str(one): one for one in (*confirmed(tried, cfg.confirm), default)}
     scores = measured(settings, tunable, prompts, cfg)
     rows: list[dict[str, Any]] = []
     for system in scores.systems:
         name, row = system.name, scores.row(system)
         if name in settings:
             shape = {"settings": settings[name].to_json(), "kind": settings[name].shape}
-            rows.append({"name": name, **shape, "measured": {key: row[key] for key in MEASURED}})
+            about = {"name": name, "default": name == str(default), **shape}
+            rows.append({**about, "measured": {key: row[key] for key in MEASURED}})
     # a speed in doubt is chosen only where all are
     believed = [row for row in rows if not row["measured"]["doubts"]]
     ordered = sorted(believed or rows, key=lambda row: row["measured"]["tokens_per_second"] or 0)
@@ -70,7 +71,7 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
             "name": chosen["name"],
             "settings": chosen["settings"],
             "speedup": speedup,
-            "pays": bool(believed) and (speedup["mean"] or 0) > 1,
+            "pays": bool(believed) and (speedup["low"] or 0) > 1,
         },
         "per_shape": {row["kind"]: row["settings"] for row in ordered},
     }

@@ -43,9 +43,12 @@ class Tunable:
         return cls(target, drafting_head(path, target), (shape,) if shape else ("chain", "tree"))
 
     def default(self) -> DraftSettings:
-        """Return what the drafter does untuned."""
+        """Return what the drafter does untuned, in its own numbers."""
         shape: Any = self.head.cfg.shape if self.head else "chain"
-        return DraftSettings(shape if shape in self.shapes else self.shapes[0])  # type: ignore[arg-type]
+        shape = shape if shape in self.shapes else self.shapes[0]
+        drafter = self.drafter(DraftSettings(shape))
+        nodes = drafter.max_nodes if shape == "tree" else None
+        return DraftSettings(shape, drafter.max_depth, nodes)
 
     def drafter(self, settings: DraftSettings) -> Drafter:
         """Return a fresh drafter with these settings."""
