@@ -152,11 +152,11 @@ EAGLE = (
 )
 READING = {
     "Medusa": (
-        4610,
+        4590,
         (*(f"heads/medusa/{name}.py" for name in ("config", "base", "head")),),
     ),
     "EAGLE": (
-        5380,
+        5360,
         EAGLE,
     ),
 }
