@@ -6,11 +6,10 @@
         out=reports/eagle3
 
 Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and
-OUT/figures/*.png, and prints the table and the ranking. Among the drafters may stand outside
-references, which take turns with ours: hf_generate, hf_assisted@DIR (`assistant_model=` with
-the same draft and K, and a second row with transformers' defaults), hf_prompt_lookup (two
-rows alike) and NAME@http://HOST:PORT, a running server that takes token ids (vLLM,
-llama.cpp, scripts/serve.py). `temperatures=[0,1]` measures both in one report; other settings
+OUT/figures/*.png, and prints the table. Among the drafters may stand outside references, which
+take turns with ours: hf_generate, hf_assisted@DIR (`assistant_model=` with the same draft and K)
+and NAME@http://HOST:PORT, a running server that takes token ids (vLLM, SGLang, llama.cpp,
+scripts/serve.py). `temperatures=[0,1]` measures both in one report; other settings
 are runs of their own (`--multirun batch_size=1,4 'out=reports/b${batch_size}'`). suite=NAME
 asks a published set in place of prompts (mtbench, gsm8k, humaneval, math500, specbench,
 speedbench, livecodebench, alpaca); suite.path=FILE or FOLDER takes a copy on disk.
