@@ -17,7 +17,6 @@ from outrider.heads.names import HUB, JOIN, members, parse, split
 from outrider.scripts.common.files import ROOT, here
 
 SERVER = re.compile(r"([\w.+-]+)@(https?://\S+)")  # a running one, by a name for it
-EXTRA = re.compile(r"(.*?)((?: \(\w+\)| #\d+)*)", re.S)  # (defaults), #2
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
 DEMO = ROOT / "scripts" / "prompts" / "demo.jsonl"
@@ -88,13 +87,12 @@ def label(name: str) -> str:
     """Return the short label of a name that stands alone."""
     if (server := SERVER.fullmatch(name)) is not None:
         return server[1]
-    whole, extra = EXTRA.fullmatch(name).groups()  # type: ignore[union-attr]
-    if len(drafters := members(whole)) > 1:
-        return JOIN.join(map(label, drafters)) + extra
-    lead = f"{ASSISTED}@" if whole.startswith(f"{ASSISTED}@") else ""
-    path, options = split(whole.removeprefix(lead))
+    if len(drafters := members(name)) > 1:
+        return JOIN.join(map(label, drafters))
+    lead = f"{ASSISTED}@" if name.startswith(f"{ASSISTED}@") else ""
+    path, options = split(name.removeprefix(lead))
     folders = [part for part in PurePath(path).parts if part not in INSIDE]
-    return lead + "@".join([folders[-1] if folders else path, *options]) + extra
+    return lead + "@".join([folders[-1] if folders else path, *options])
 
 
 def clipped(text: str, longest: int = LONGEST) -> str:
