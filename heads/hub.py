@@ -50,6 +50,7 @@ def head(name: str) -> Path:
     return _own(name, OWN)
 
 
+@functools.cache
 def card(name: str) -> Path:
     """Do as `head`, and fetch its head.json alone."""
     return _own(name, [f"{HEAD}/{CARD}", CARD])
