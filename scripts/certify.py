@@ -6,7 +6,7 @@ drafter, shape and settings.
     outrider certify target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 
-Writes OUT/certificate.json. Exit code 0: lossless. 1: not lossless. 3:
+Writes OUT/certificate.json and shows it as a table. Exit code 0: lossless. 1: not lossless. 3:
 undecided (too few tokens, or wrong code that must be rejected got through). docs/lossless.md says
 how to read it. A certificate of something else in OUT is replaced with overwrite=true alone.
 
