@@ -63,10 +63,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def read_places(
-    path: Path, key: str, fix: str = "give an existing JSONL file"
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (number, offset in bytes, line) of the lines that are not blank, for `parse_line`.
+def read_lines(
+    path: Path, key: str = "data.path", fix: str = "give an existing JSONL file"
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) of the lines that are not blank, for `parse_line`.
 
     key: what names the file in messages; fix: what to do without it. Raises UserError for a
     file that cannot be read, and for one that is compressed, parquet, or a single JSON array, as
@@ -83,16 +83,7 @@ def read_places(
                 way = f"have its folder read: data=hub data.path={path.parent}"
             raise UserError(f"{key}: {path} is {other}, not an object a line; {way}")
         stream.seek(0)
-        at = 0
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield number, at, line
-            at += len(line)
-
-
-def read_lines(path: Path, key: str = "data.path", **fix: str) -> Iterator[tuple[int, bytes]]:
-    """Do the same as `read_places`, without the offsets."""
-    return ((number, line) for number, _, line in read_places(path, key, **fix))
+        yield from ((number, line) for number, line in enumerate(stream, 1) if line.strip())
 
 
 def records(path: Path) -> list[dict[str, Any]]:

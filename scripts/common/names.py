@@ -4,7 +4,6 @@ be told later."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
@@ -58,9 +57,6 @@ def wrong_drafter(name: str) -> str:
         for part in parse(name.removeprefix(f"{ASSISTED}@")).each:
             head_folder(part)
     except UserError as error:
-        close = difflib.get_close_matches(name.partition("@")[0], (GENERATE, ASSISTED), 1)
-        if close and "/" not in name:
-            return f"{name}: no such drafter; did you mean {close[0]}?"
         return str(error).removeprefix("drafters: ")
     return ""
 
