@@ -6,6 +6,9 @@ no target.
     accelerate launch train/eagle.py target=smollm2 data.path=FILE \\
         data.features=runs/features out_dir=runs/eagle3 ...
 
+With base_url= a serving engine captures the states (scripts/data/captured.py) and no layer of the
+target is loaded here but the lowest ones, which check it.
+
 Bytes and free space are told before anything is written; the processes of a launch share the
 work. Stopped or killed: the same command writes what is missing; target, data, dtype and taps
 must then be the same. Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by Ctrl-C or
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # scripts/ stands first and would shadow libraries
@@ -30,11 +34,13 @@ if __name__ == "__main__":
 
 from accelerate import PartialState
 from rich.console import Console
+from torch import Tensor
 
 from outrider.conf.errors import Interrupted
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.scripts.common.progress import Steps
+from outrider.scripts.data.captured import FIRST, CapturedStates
 from outrider.train.accelerator import on_processors
 from outrider.train.data.load import load_rows
 from outrider.train.features.writer import FeatureWriter
@@ -42,14 +48,18 @@ from outrider.train.signals import CODES, Stop
 from outrider.train.waiting import main_first, meet
 
 
-def write(writer: FeatureWriter, rank: int, world: int, console: Console) -> None:
-    """Write this rank's share of the missing shards. Raises Interrupted on a signal; the shards
-    so far are safe."""
-    shards = writer.missing[rank::world]
-    with Stop() as stop, Steps(console=console, quiet=rank > 0) as bar:
+def write(
+    writer: FeatureWriter,
+    shards: list[int],
+    states: Iterator[tuple[int, Tensor]],
+    console: Console,
+) -> None:
+    """Write some shards. states: of their rows. Raises Interrupted on a signal; the shards so
+    far are safe."""
+    with Stop() as stop, Steps(console=console, quiet=console.quiet) as bar:
         task = bar.add_task("tokens", total=sum(map(writer.tokens, shards)))
         for number in shards:
-            for tokens in writer.shard(number):
+            for tokens in writer.shard(number, states):
                 bar.advance(task, tokens)
                 if stop.requested:
                     raise Interrupted(
@@ -66,7 +76,8 @@ def main(cfg: CacheConfig) -> None:
     state = PartialState(cpu=on_processors(cfg.device))
     rank, world = state.process_index, state.num_processes
     console = Console(stderr=True, quiet=rank > 0, soft_wrap=True)
-    target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))
+    device = cfg.device or (state.device if world > 1 else None)
+    target = load_target(cfg.target, cfg.dtype, device, layers=FIRST if cfg.base_url else None)
     size = target.vocab_size, target.context_length
     with main_first("rows"):
         rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, *size)
@@ -77,7 +88,14 @@ def main(cfg: CacheConfig) -> None:
     if rank == 0:
         writer.begin()
     state.wait_for_everyone()
-    write(writer, rank, world, console)
+    shards = writer.missing[rank::world]
+    if cfg.base_url:
+        place, order = Path(cfg.captured).expanduser(), writer.rows_of(shards)
+        with CapturedStates(cfg.base_url, place, cfg.concurrency, target, writer.taps) as server:
+            texts = (rows.ids[slice(*rows.offsets[r : r + 2].tolist())].tolist() for r in order)
+            write(writer, shards, zip(order, server.states(texts), strict=True), console)
+    else:
+        write(writer, shards, writer.computed(shards), console)
     meet("written")
     console.print(f"features: {writer.folder}", highlight=False)
     if world > 1:

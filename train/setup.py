@@ -122,9 +122,10 @@ def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
 
 def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
     """(the target of a run, a line about its shards)."""
-    if not cfg.shard_target:
-        return load_target(cfg.target, cfg.dtype, device), ""
     copied = bool(getattr(cfg.head, "from_target_layers", 0))
+    if not cfg.shard_target:
+        stored = cfg.data.features and not (cfg.eval.every or cfg.eval.parity or copied)
+        return load_target(cfg.target, cfg.dtype, device, layers=0 if stored else None), ""
     return loaded(cfg.target, cfg.dtype, device, cfg.shard_group, copied)
 
 

@@ -49,11 +49,13 @@ def load_target(
     device: str | torch.device | None = None,
     plan: memory.MemoryPlan | None = None,
     shards: Shards | None = None,
+    layers: int | None = None,
 ) -> Target:
     """Return the frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU
     when there is one, else the CPU). plan: what will be decoded; weights, cache and tree
     must fit before anything is loaded. shards: takes this rank's part of the layers, whose
-    weights stay empty in the target; what it does not take is left where it was read.
+    weights stay empty in the target; what it does not take is left where it was read. layers:
+    read so many of the first layers alone, with embedding, final norm and LM head.
 
     Raises UserError: bad keys, missing folder, no safetensors, no network, a model without
     causal LM head, no memory on the device, a library of target.quantize that is not there."""
@@ -76,12 +78,13 @@ def load_target(
         model = tiny_from(cfg)
         weights = sha256_state(model.state_dict())
         name, path = f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", ""
-        model = model.to(kind)
+        model = _first(model.to(kind), layers)
     else:
         folder = source_folder(cfg)
-        _fits(cfg, folder, kind, place, plan or memory.MemoryPlan(), shards)
+        if layers is None:
+            _fits(cfg, folder, kind, place, plan or memory.MemoryPlan(), shards)
         with shards.reading() if shards else contextlib.nullcontext():
-            model = _pretrained(cfg, folder, kind, place)
+            model = _pretrained(cfg, folder, kind, place, layers)
         weights, path = sha256_weights(folder), str(folder)
         name = cfg.name if cfg.kind == "hub" else folder.name
     if cfg.quantize != quantize.NONE:
@@ -256,9 +259,15 @@ def _fits(
     memory.check(need, str(place), cfg.name or folder.name, plan)
 
 
-def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device) -> Any:
+def _pretrained(
+    cfg: TargetConfig,
+    folder: Path,
+    kind: torch.dtype,
+    place: torch.device,
+    layers: int | None = None,
+) -> Any:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
     if (folder / ADAPTER).is_file():  # transformers would put it on top, and no hash has it
@@ -276,7 +285,12 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             "quantization_config": quantize.config(cfg.quantize, kind),
             "device_map": {"": str(place)},
         }
+    whole = 0
     try:
+        if layers is not None:
+            hf_logging.set_verbosity_error()  # it lists every weight that is left unread
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+            whole, extra["config"] = _cut(config, layers), config
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=kind,
@@ -303,7 +317,30 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
         ) from e
     model, found = loaded
     _check_complete(found, folder)
+    if whole:
+        model.config.get_text_config(decoder=True).num_hidden_layers = whole
     return model.eval()
+
+
+def _first(model: Any, layers: int | None) -> Any:
+    """Return a model with its first layers alone, None: with all."""
+    from outrider.decode.models.shards import layer_stacks
+
+    for _, stack in layer_stacks(model) if layers is not None else []:
+        del stack[layers:]
+    return model
+
+
+def _cut(config: Any, layers: int) -> int:
+    """Leave the first layers alone in a config, of lists with an entry for each layer too. Return
+    how many there were."""
+    text = config.get_text_config(decoder=True)
+    whole: int = text.num_hidden_layers
+    text.num_hidden_layers = layers
+    for key, value in vars(text).items():
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, key, value[:layers])
+    return whole
 
 
 def _check_complete(found: dict[str, Any], folder: Path) -> None:

@@ -34,11 +34,29 @@ def layer_stacks(model: Any) -> list[tuple[str, nn.ModuleList]]:
     found: list[tuple[str, nn.ModuleList]] = []
     for name, part in facts.body(model).named_modules():
         inside = any(name.startswith(outer + ".") for outer, _ in found)
-        if isinstance(part, nn.ModuleList) and not inside:
-            mine = list(part.parameters())
-            if mine and not any(id(p) in kept for p in mine):
-                found.append((name, part))
+        stacked = isinstance(part, nn.ModuleList) and not inside
+        if stacked and not any(id(p) in kept for p in part.parameters()):
+            found.append((name, part))
     return found
+
+
+@contextlib.contextmanager
+def without_layers(model: Any) -> Iterator[None]:
+    """While open, the body of a model has no layers: embedding and final norm are left of it."""
+    body, empty = facts.body(model), nn.ModuleList()
+    stacks = layer_stacks(model)
+    for name, _ in stacks:
+        _exchange(body, name, empty)
+    try:
+        yield
+    finally:
+        for name, stack in stacks:
+            _exchange(body, name, stack)
+
+
+def _exchange(body: Any, name: str, stack: nn.ModuleList) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(body.get_submodule(parent), last, stack)
 
 
 class Shards:

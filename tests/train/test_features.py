@@ -72,7 +72,7 @@ def written(
     writer.prepare()
     writer.begin()
     for number in writer.missing:
-        list(writer.shard(number))
+        list(writer.shard(number, writer.computed([number])))
     return writer
 
 

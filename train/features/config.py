@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from outrider.conf import packages
@@ -36,16 +37,28 @@ class CacheConfig(AutoDtype):
     shard_mb: OneOrMore = 256
     # cpu, cuda, or empty for what is there
     device: str = ""
+    # a vLLM server that captures the hidden states (docs/scaling.md), with /v1; empty = a pass here
+    base_url: str = ""
+    # the folder in which that server writes them, as it is seen from here
+    captured: str = ""
+    # requests to it at a time
+    concurrency: OneOrMore = 64
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""
-        return [f"data.{line}" for line in self.data.absent()]
+        lines = [f"data.{line}" for line in self.data.absent()]
+        if self.captured and not Path(self.captured).expanduser().is_dir():
+            lines.append(f"captured: no such folder {self.captured}; give the server's")
+        return lines
 
     def validate(self) -> list[str]:
         """Return problems as "key: value; rule; fix"."""
         known = sorted({*ENTRIES, *(one.kind for one in packages.packaged())})
-        return [
+        lines = [
             f"heads: {name!r} is none of {', '.join(known)}; choose one"
             for name in self.heads
             if name not in known
         ]
+        if bool(self.base_url) != bool(self.captured):
+            lines.append("base_url, captured: one needs the other; set both, or leave both out")
+        return lines

@@ -3,8 +3,9 @@ kill leaves no half file and the same command goes on."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,29 +123,44 @@ class FeatureWriter:
         """Write the manifest."""
         disk.write_text(self.folder / MANIFEST, json.dumps(self.plan, indent=1) + "\n")
 
-    def shard(self, number: int) -> Iterator[int]:
-        """Compute and write a shard; yields tokens as they are done. Raises UserError for
-        features that are not finite, naming the row, and where the disk refuses; then
-        nothing of it remains."""
+    def rows_of(self, shards: Sequence[int]) -> list[int]:
+        """Return the rows of some shards."""
+        return [row for i in shards for row in range(self.bounds[i], self.bounds[i + 1])]
+
+    def computed(self, shards: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield each row of some shards with its hidden states [T, taps, D], by passes of the
+        target here; within a shard rows of similar length share one."""
+        for number in shards:
+            first, last = self.bounds[number : number + 2]
+            for part in self._batches(first + self.rows.lengths[first:last].argsort(stable=True)):
+                batch = self.rows.batch(part).to(self.target.device)
+                found = self.target.features(batch.ids, batch.mask, self.taps).cpu()
+                lengths = self.rows.lengths[part].tolist()
+                yield from (
+                    (row, found[b, :n])
+                    for b, (row, n) in enumerate(zip(part, lengths, strict=True))
+                )
+
+    def shard(self, number: int, states: Iterator[tuple[int, Tensor]]) -> Iterator[int]:
+        """Write a shard; yields tokens as they are done. states: its rows with their hidden
+        states come next. Raises UserError for features that are not finite, naming the row, and
+        where the disk refuses; then nothing of it remains."""
         first, last = self.bounds[number : number + 2]
-        kind, offsets = torch_dtype(self.store), self.rows.offsets
+        kind, start = torch_dtype(self.store), int(self.rows.offsets[first])
         size = self.tokens(number), self.target.hidden_size
         out = {f"tap.{t}": torch.empty(*size, dtype=kind) for t in self.taps}
-        for part in self._batches(first + self.rows.lengths[first:last].argsort(stable=True)):
-            batch = self.rows.batch(part).to(self.target.device)
-            wide = self.target.features(batch.ids, batch.mask, self.taps)
-            found = wide.to(device="cpu", dtype=kind)
-            for b, row in enumerate(part):
-                start, count = int(offsets[row] - offsets[first]), int(self.rows.lengths[row])
-                if not bool(found[b, :count].isfinite().all()):
-                    raise UserError(
-                        f"{self.rows.where(row)}: features are not finite in {self.cfg.dtype}, "
-                        f"stored in {self.store}; look at the row, or set dtype or store to a "
-                        "wider type"
-                    )
-                for i, tap in enumerate(self.taps):
-                    out[f"tap.{tap}"][start : start + count] = found[b, :count, i]
-            yield int(self.rows.lengths[part].sum())
+        for row, found in itertools.islice(states, last - first):
+            stored = found.to(kind)
+            if not bool(stored.isfinite().all()):
+                raise UserError(
+                    f"{self.rows.where(row)}: features are not finite in {self.cfg.dtype}, "
+                    f"stored in {self.store}; look at the row, or set dtype or store to a "
+                    "wider type"
+                )
+            at = int(self.rows.offsets[row]) - start
+            for i, tap in enumerate(self.taps):
+                out[f"tap.{tap}"][at : at + len(stored)] = stored[:, i]
+            yield len(stored)
         path = shard_path(self.folder, number)
         try:
             with disk.whole(path) as stage:
