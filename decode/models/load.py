@@ -277,15 +277,7 @@ def _pretrained(
         )
     if os.environ.get("RANK", "0") != "0" or cfg.kind in TARGETS:
         hf_logging.disable_progress_bar()
-    extra = _attention(cfg)
-    if quantize.stored(folder) == quantize.MXFP4:
-        extra["quantization_config"] = quantize.unpacked(cfg.quantize)
-    elif cfg.quantize != quantize.NONE:
-        extra |= {
-            "quantization_config": quantize.config(cfg.quantize, kind),
-            "device_map": {"": str(place)},
-        }
-    whole = 0
+    extra, whole = _quantized(cfg, folder, kind, place), 0
     try:
         if layers is not None:
             hf_logging.set_verbosity_error()  # it lists every weight that is left unread
@@ -298,6 +290,7 @@ def _pretrained(
             trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
+            **_attention(cfg),
             **extra,
         )
     except SafetensorError as e:
@@ -320,6 +313,20 @@ def _pretrained(
     if whole:
         model.config.get_text_config(decoder=True).num_hidden_layers = whole
     return model.eval()
+
+
+def _quantized(
+    cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device
+) -> dict[str, Any]:
+    """Return what transformers is told of a quantised target."""
+    if quantize.stored(folder) == quantize.MXFP4:
+        return {"quantization_config": quantize.unpacked(cfg.quantize)}
+    if cfg.quantize == quantize.NONE:
+        return {}
+    return {
+        "quantization_config": quantize.config(cfg.quantize, kind),
+        "device_map": {"": str(place)},
+    }
 
 
 def _first(model: Any, layers: int | None) -> Any:
