@@ -53,6 +53,7 @@ class Capturing:
     def __init__(self, folder: Path, layers: list[int], late: float = 0.0, **shape: Any) -> None:
         self.folder, self.layers, self.late = folder, layers, late
         self.target, self.numbers = tiny_target(**{**SHAPE, **shape}), itertools.count()
+        self.one = threading.Lock()  # requests come at the same time
 
     def change(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is written in place of a request's tensors."""
@@ -63,10 +64,10 @@ class Capturing:
             return models("vllm") if path == "/v1/models" else None
         ids, before = torch.tensor([body["prompt"]]), []
         stack = self.target.model.model
-        hook = stack.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
-        with torch.no_grad():
+        with self.one, torch.no_grad():
+            hook = stack.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
             out = self.target.model(ids, output_hidden_states=True)
-        hook.remove()
+            hook.remove()
         every = [*out.hidden_states[:-1], before[0]]
         tensors = {
             "hidden_states": torch.stack([every[k][0] for k in self.layers], 1),
