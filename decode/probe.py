@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.conf.errors import UserError
+from outrider.conf.errors import UserError, first_line
 from outrider.decode import attention
 from outrider.decode.cache import LayerShape
 from outrider.decode.masks import FULL, Reach
@@ -60,13 +60,21 @@ def _ids(target: Scorer, *shape: int) -> Tensor:
 @torch.no_grad()
 def probe_head(target: Scorer) -> LMHead:
     """Find scale and softcap among the numbers in the model's config; the model's own logits
-    decide.
+    decide. Raises UserError for a model that cannot read a text.
     """
     ids = _ids(target, 1, 8)
     if target.model.get_output_embeddings() is None:
         return LMHead(reason="it has no output embeddings")
-    hidden = target.body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
-    wanted = target.model(input_ids=ids, use_cache=False, return_dict=True).logits
+    try:
+        hidden = target.body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+        wanted = target.model(input_ids=ids, use_cache=False, return_dict=True).logits
+    except FAILURES as error:
+        if target.model.config._attn_implementation == attention.NAME:
+            raise  # the model's own is tried next
+        raise UserError(
+            f"target: {type(target.model).__name__} fails on a text of 8 tokens "
+            f"({first_line(error)}); choose another model"
+        ) from error
     try:
         raw = target.lm_head(hidden)
     except RuntimeError as error:

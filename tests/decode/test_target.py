@@ -80,6 +80,13 @@ def test_recurrent_state_is_refused(arch: str) -> None:
         Target(build(arch)).new_cache(1, 8, 0)
 
 
+def test_a_model_that_cannot_read_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    monkeypatch.delattr(model.model, "norm")
+    with pytest.raises(UserError, match=r"target: LlamaForCausalLM fails .*norm"):
+        _ = Target(model).head
+
+
 @pytest.mark.parametrize("arch", ["mixtral", "gemma3_text", "gpt2"])
 def test_probe_accepts_half_precision(arch: str) -> None:
     Target(build(arch, torch.bfloat16)).probe()
