@@ -8,14 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def commit(*paths: str, root: Path | None = None) -> str | None:
-    """Return the commit of the checkout `root`, else of that which this code lies in, "+"
-    appended when tracked files (those of `paths`, git pathspecs, or any) were changed; None
-    outside git."""
-    root = root or ROOT
+def commit(root: Path = ROOT) -> str | None:
+    """Return the commit of the checkout that this code lies in, "+" appended when tracked files
+    were changed; None outside git."""
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *paths)
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
     return head + ("+" if changed else "")

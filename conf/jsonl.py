@@ -10,8 +10,7 @@ from typing import Any
 from outrider.conf.errors import UserError
 
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
-# How a file begins that holds no lines of JSON -> what it is.
-OTHERS = {
+OTHERS = {  # how a file begins that holds no lines of JSON -> what it is
     b"\x1f\x8b": "compressed (gzip)",
     b"\x28\xb5\x2f\xfd": "compressed (zstd)",
     b"PAR1": "a parquet file",

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-SINCE = "0.3"
 LAST = "0.2 (commit 9286df1b)"  # the last version that has all of it
 
 
@@ -30,7 +29,7 @@ def left(section: str, name: str) -> str:
     if name not in LEFT[section]:
         return ""
     fix = f"use {LEFT[section][name]}" if LEFT[section][name] else "leave it out"
-    return f"{name}: left in {SINCE}; {fix}; {LAST} is the last that has it"
+    return f"{name}: left in 0.3; {fix}; {LAST} is the last that has it"
 
 
 def synonym(key: str, known: Collection[str]) -> str:

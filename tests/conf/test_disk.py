@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,3 @@ def test_the_longest_name_and_a_block_within_a_block(tmp_path: Path) -> None:
         disk.write_text(path, "inner")
         assert path.read_text() == "inner"
     assert path.read_text() == "outer" and os.listdir(tmp_path) == [path.name]
-
-
-def test_threads_write_the_same_file_one_whole_after_the_other(tmp_path: Path) -> None:
-    texts = [str(n) * 10_000 for n in range(8)]
-    threads = [threading.Thread(target=disk.write_text, args=(tmp_path / "a", t)) for t in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (tmp_path / "a").read_text() in texts and os.listdir(tmp_path) == ["a"]

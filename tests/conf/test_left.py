@@ -42,15 +42,9 @@ def test_verbs_heads_and_options_of_drafters_that_left(tmp_path: Path) -> None:
     assert "medusa2" in answered(lambda: check_meaning(was, now, tmp_path, {}))
 
 
-def test_keys_and_options_that_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_and_options_that_left() -> None:
     given = ["target=tiny", "data.path=x", "out_dir=y", "steps=1"]
     keys = [f"{key}=1" for key in words.LEFT["keys"]]
     for word in (*keys, *words.LEFT["choices"], *words.LEFT["words"]):
-        given_with = [*given, word]
-        answered(
-            lambda w=given_with: compose("medusa", ENTRIES["medusa"], w), word.partition("=")[0]
-        )
-    for line in ("doctor first_gpu", "evaluate candidates=[a] target=tiny out=x"):
-        with pytest.raises(SystemExit) as stop:
-            cli.speak(line.split())
-        assert stop.value.code == 2 and words.LAST in capsys.readouterr().err
+        line, begins = [*given, word], word.partition("=")[0]
+        answered(lambda line=line: compose("medusa", ENTRIES["medusa"], line), begins)

