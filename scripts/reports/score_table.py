@@ -96,6 +96,14 @@ def notes(report: dict[str, Any]) -> list[str]:
     """Return what was found beside the figures, a line each."""
     rows = report["drafters"]
     lines = stalls(report["stalls"])
+    if all(row["speedup"]["mean"] is None for row in rows):
+        lines.append("No answer went beyond its first token: give more max_new_tokens.")
+    unknown = [r for r in rows if r["accepted_length"]["mean"] is None]
+    if cut := [r["label"] for r in unknown if r["cut_cycles"]["cycles"]]:
+        lines.append(
+            f"A stop token or the limit cut every cycle of {', '.join(cut)}: no accepted length; "
+            "give more max_new_tokens."
+        )
     wrong = [r["label"] for r in rows if (r.get("lossless") or {}).get("beyond_rounding")]
     if wrong:
         lines.append(

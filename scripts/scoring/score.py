@@ -108,7 +108,7 @@ class Scores:
         """Return why a ratio of two rows' speeds rests on too little; [] where it does not."""
         both = np.array([self.work(name).pass_s for name in names])
         timed = int(np.isfinite(both).all(0).sum())
-        said = f"the speed rests on {timed} timed prompts (or batches of them), less than {FEW}"
+        said = f"the speed rests on fewer than {FEW} timed prompts or batches of them ({timed})"
         return [said] if timed < FEW else []
 
     def doubts(self, system: System, speed: dict[str, Any]) -> list[str]:

@@ -98,7 +98,7 @@ def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
 def test_a_pair_is_doubted_with_either_of_its_rows(contest: Contest) -> None:
     scores = Scores(contest, [system("none", 0), system("fast", 2)])
     (pair,) = scores.pairs({"none": [], "fast": []})
-    assert (pair["a"], pair["b"]) == ("none", "fast") and "rests on 2 timed" in pair["doubts"][0]
+    assert (pair["a"], pair["b"]) == ("none", "fast") and "(2)" in pair["doubts"][0]
     (pair,) = scores.pairs({"none": [], "fast": ["x"]})
     assert pair["doubts"][0] == "the speed of fast is in doubt"
 
@@ -182,3 +182,15 @@ def test_answers_that_part_are_counted_in_the_table(report: dict[str, Any]) -> N
     assert fast[0] == "fast" and fast[1].startswith("2.00") and fast[-1] == "1/2 +1≈"
     report["drafters"][1]["lossless"]["beyond_rounding"] = 1
     assert any("NOT LOSSLESS" in line for line in score_table.notes(report))
+
+
+def test_a_figure_that_cannot_be_told_is_explained(report: dict[str, Any]) -> None:
+    """Where the limit is shorter than the draft, every cycle is cut."""
+    assert not any("max_new_tokens" in line for line in score_table.notes(report))
+    fast = report["drafters"][1]
+    fast["accepted_length"]["mean"], fast["cut_cycles"]["cycles"] = None, 4
+    (line,) = (line for line in score_table.notes(report) if "max_new_tokens" in line)
+    assert "fast" in line and "none" not in line
+    for row in report["drafters"]:
+        row["speedup"]["mean"] = None
+    assert any("first token" in line for line in score_table.notes(report))

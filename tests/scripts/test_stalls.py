@@ -282,7 +282,7 @@ def test_a_speed_of_few_answers_that_decoded_is_doubted() -> None:
         if call.unit[0] not in ("p0", "p1"):
             call.tokens, call.decoded, call.timing = 1, 0, Timing(0.03, total_s=0.03)
     doubts = Scores(found, entered).row(entered[1])["doubts"]
-    assert any("rests on 2 timed" in why for why in doubts)
+    assert any("fewer than" in why and "(2)" in why for why in doubts)
 
 
 def test_a_row_that_drafts_nothing_is_not_doubted() -> None:
