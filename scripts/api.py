@@ -29,13 +29,13 @@ from outrider.conf.rules import OneOrMore, Seed
 from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
 from outrider.decode import stats
+from outrider.decode.detokenize import Stream
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import BatchLimits, Engine, Fresh, Generation, Request
 from outrider.decode.models import load as loading
 from outrider.decode.models.arithmetic import dtype_on
 from outrider.decode.models.config import AUTO
 from outrider.decode.target import Target
-from outrider.decode.text import Stream
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.names import NONE
 from outrider.scripts import cli

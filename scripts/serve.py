@@ -39,12 +39,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import HALF, is_whole, parse_line
 from outrider.conf.schema import entry
+from outrider.decode.detokenize import Stream
 from outrider.decode.engine import BatchLimits, Engine, Fresh, Request, Row, TokenDistribution
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.text import Stream
 from outrider.heads.drafters import refuse_other, resolve_drafter
 from outrider.heads.names import NONE
 from outrider.scripts.common.prompts import chat_ids

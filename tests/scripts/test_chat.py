@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from outrider.decode.detokenize import Stream
 from outrider.decode.engine import Engine, Row
 from outrider.decode.models.load import TargetConfig
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.decode.text import Stream
 from outrider.scripts import chat
 from tests.helpers.commands import code_of
 

@@ -14,12 +14,12 @@ import openai
 import pytest
 import torch
 
+from outrider.decode.detokenize import Stream
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import LEFT, Engine, Fresh, Request, Row, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.text import Stream
 from outrider.scripts import serve
 from outrider.scripts.common.prompts import chat_ids
 from tests.helpers.own_server import MODEL, Running, serving
