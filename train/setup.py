@@ -31,7 +31,6 @@ from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
-from outrider.train.data.passes import Limits
 from outrider.train.features.store import Source, free_layers
 from outrider.train.log import Log
 from outrider.train.measure import Flops, is_no_memory, profiler
@@ -45,9 +44,7 @@ from outrider.train.trackers import settings_of
 from outrider.train.waiting import main_first, meet
 
 DRAFT_VOCAB = 8192  # where nobody says how many
-# Passes over the same rows that taught nearly what as many new rows would, and beyond how many
-# a run is told so.
-PASSES, MANY = 8, 10
+PASSES = 8  # over the same rows, which taught nearly what as many new rows would
 
 
 def begin(
@@ -231,13 +228,6 @@ def resolve(
         cfg = replace(cfg, steps=max(1, round(epochs * per_epoch)))
         most = "at most " if cfg.minutes else ""
         notes.append(f"steps: {most}{cfg.steps:,}, epochs={epochs:g} of {per_epoch:,} batches")
-    if (passes := cfg.steps / per_epoch) > MANY:
-        fix = f"epochs={PASSES}" if cfg.epochs else f"steps={PASSES * per_epoch}"
-        notes.append(
-            f"steps: {cfg.steps:,} are {passes:,.0f} passes over these rows, and nobody tried "
-            f"more than {PASSES} (docs/data.md): take more rows, or {fix}, which is {PASSES} "
-            "passes"
-        )
     if cfg.optim.lr is None:
         usual = usual_rate(target.hidden_size, kind.rate_narrows)
         rate = (earlier or {}).get("optim.lr", usual)
@@ -297,7 +287,7 @@ def facts_of(
     cfg: TrainConfig, target: Target, plan: BatchPlan, head: Head, world: int
 ) -> dict[str, Any]:
     """Return the lines of the header: name -> text."""
-    rows, limits = plan.rows, Limits(cfg.micro_batch, cfg.micro_tokens, cfg.shard_target)
+    rows = plan.rows
     held = int(rows.held.sum())
     supervised = rows.totals.supervised
     facts = {
@@ -309,11 +299,10 @@ def facts_of(
         f"{f' ({rows.reasons()})' if rows.bad else ''}"
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
-        f"epoch, {cfg.steps:,} steps, {cfg.steps / plan.per_epoch:,.1f} passes over the data, "
-        f"{plan.waste(limits, world):.1%} padding",
+        f"epoch, {cfg.steps:,} steps, {cfg.steps / plan.per_epoch:,.1f} passes over the data",
     }
-    if mixture := plan.mixture():
-        facts["files"] = mixture
+    if rows.files:
+        facts["files"] = "; ".join(f"{f.name} {f.end - f.first:,} rows" for f in rows.files)
     if message := rows.supervision():
         facts["turns"] = message
     if getattr(head, "coverage", 1.0) < 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from outrider.train import setup
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
-from outrider.train.data.mix import shares
 from outrider.train.loop import fit
 from outrider.train.schedule import usual_rate
 from tests.helpers.training import chats, run, run_config, sigterm_at_update
@@ -59,33 +57,6 @@ def test_files_are_joined_row_by_row(files: list[Path]) -> None:
         assert batch.ids[b][batch.mask[b]].tolist() == wanted[row]
 
 
-def test_shares_add_up() -> None:
-    assert shares([1, 1, 1], 10) == [4, 3, 3]
-    assert shares([0.7, 0.3], 10) == [7, 3]
-    assert shares([1e-9, 1.0], 10) == [0, 10]
-    assert shares([1e308, 1e308], 10) == [5, 5]
-    for total in range(50):
-        assert sum(shares([3, 2, 0.5, 9], total)) == total
-
-
-def test_weights_are_the_shares_of_an_epoch(files: list[Path]) -> None:
-    """An epoch has as many rows as there are; each file gives its share of them, the same at
-    every start."""
-    rows = load(*files[:2], held_out=0.0, weights=[1.0, 3.0])
-    plan, again = (BatchPlan(rows, 2, 4, seed=3) for _ in range(2))
-    assert plan.per_epoch == 21
-    for epoch in range(3):
-        steps = range(epoch * 21, (epoch + 1) * 21)
-        assert [again.batch(s) for s in steps] == [plan.batch(s) for s in steps]
-        seen = [row for step in steps for row in plan.batch(step)]
-        counts = Counter(row >= 30 for row in seen)
-        assert counts == {True: 31, False: 11}
-        assert max(Counter(seen).values()) <= 4
-    assert "a.jsonl 11 rows an epoch of 30 (0.367 times each)" in plan.mixture()
-    other = BatchPlan(rows, 2, 4, seed=4)
-    assert [other.batch(s) for s in range(21)] != [plan.batch(s) for s in range(21)]
-
-
 def test_lines_of_several_files_are_skipped_by_name(files: list[Path]) -> None:
     a, b, _ = files
     rows = load(a, b, held_out=0.0)
@@ -104,7 +75,7 @@ def test_lines_of_several_files_are_skipped_by_name(files: list[Path]) -> None:
 def test_a_mixed_run_resumes_by_content(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped and moved it goes on; with other weights, files or held-out rows it does not."""
+    """Stopped and moved it goes on; with other files or held-out rows it does not."""
     a, b, c = files
     moved = [tmp_path / f"moved-{f.name}" for f in files]
     for old, new in zip(files, moved, strict=True):
@@ -112,8 +83,7 @@ def test_a_mixed_run_resumes_by_content(
 
     def mixed(out: str, *more: str, paths: list[Path] = files) -> Path:
         cfg = run_config(Path("x"), tmp_path / out, *more)
-        keys = {"weights": [1.0, 1.0], "path": [str(p) for p in paths[:2]]}
-        data = replace(cfg.data, held_out=str(paths[2]), **keys)
+        data = replace(cfg.data, held_out=str(paths[2]), path=[str(p) for p in paths[:2]])
         fit(replace(cfg, data=data), head_class("medusa"))
         return tmp_path / out / "head" / "head.safetensors"
 

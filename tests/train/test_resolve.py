@@ -56,14 +56,6 @@ def test_what_is_open_is_settled_and_what_was_given_stays() -> None:
         made.steps = 4  # type: ignore[misc]
 
 
-def test_more_than_ten_passes_are_said_with_the_steps_of_eight() -> None:
-    kind, target = head_class("eagle3"), tiny_target(layers=2)
-    for given, fix in (("steps=1000", "steps=144"), ("epochs=11", "epochs=8"), ("steps=180", "")):
-        notes = resolve(config("eagle3", given), kind, target, COUNTS, 18).notes
-        said = [note for note in notes if "passes over these rows" in note]
-        assert len(said) == bool(fix) and all(fix in note for note in said), given
-
-
 def test_the_checkpoint_holds_what_was_resolved(tmp_path: Path) -> None:
     from outrider.train.loop import fit
 

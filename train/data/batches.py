@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.heads.batch import Batch, hash_u63
-from outrider.train.data.mix import File, Joined, drawn, shares
+from outrider.train.data.mix import File, Joined
 from outrider.train.data.passes import Limits, shared
 from outrider.train.data.tokens import DROPPED, HIDDEN, TURNS, Totals, totals
 
@@ -41,7 +41,7 @@ class JoinedRows:
     them. known: the totals, where they are on file.
 
     files: which rows are from which file, where there are several; ids and loss are then
-    `Joined`. weights: of the first files, how often each is drawn from; () = as they are."""
+    `Joined`."""
 
     name: str
     ids: Tensor
@@ -53,7 +53,6 @@ class JoinedRows:
     counted: Mapping[str, int] = field(default_factory=dict)
     known: Totals | None = None
     files: tuple[File, ...] = ()
-    weights: tuple[float, ...] = ()
 
     @functools.cached_property
     def totals(self) -> Totals:
@@ -148,7 +147,7 @@ class JoinedRows:
         return found
 
 
-def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> JoinedRows:
+def joined(parts: Sequence[JoinedRows]) -> JoinedRows:
     """Return the rows of several files, one file after the other; nothing is copied,
     counted or hashed that a file's cache knows. One file alone is what it is."""
     if len(parts) == 1:
@@ -181,7 +180,6 @@ def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> Joined
             tally,
         ),
         tuple(files),
-        tuple(weights),
     )
 
 
@@ -226,9 +224,7 @@ class BatchPlan:
     at the end is left out; another permutation leaves out others. Raises UserError when there
     are fewer rows than one batch.
 
-    skip: lines whose rows are not trained on. skipped: how many rows that were. parts: of each
-    file with a weight its rows to train on and how many an epoch has of them. With weights the
-    rows that an epoch permutes are drawn first, from (seed, epoch) as well.
+    skip: lines whose rows are not trained on. skipped: how many rows that were.
     """
 
     def __init__(
@@ -250,32 +246,7 @@ class BatchPlan:
                 + (f"set batch_size={self.train.numel()}, or " if self.train.numel() else "")
                 + "give more data"
             )
-        self.parts = self._parts()
         self._epoch = functools.lru_cache(maxsize=2)(self._order)
-
-    def _parts(self) -> list[tuple[Tensor, int]]:
-        if not self.rows.weights:
-            return []
-        files = self.rows.files[: len(self.rows.weights)]
-        counts = shares(self.rows.weights, self.train.numel())
-        found = []
-        for file, count in zip(files, counts, strict=True):
-            first, end = torch.searchsorted(self.train, torch.tensor([file.first, file.end]))
-            if not count or first == end:
-                why = "it has none to train on" if count else "its weight is too small"
-                raise UserError(f"data.weights: {file.name} gives an epoch no row: {why}")
-            found.append((self.train[first:end], count))
-        return found
-
-    def mixture(self) -> str:
-        """Return what an epoch has of each file; "" of a single one."""
-        message = [
-            f"{file.name} {count:,} rows an epoch of {rows.numel():,} "
-            f"({count / rows.numel():.3g} times each)"
-            for file, (rows, count) in zip(self.rows.files, self.parts, strict=False)
-        ]
-        plain = [f"{f.name} {f.end - f.first:,} rows" for f in self.rows.files]
-        return "; ".join(message or plain)
 
     def batch(self, step: int) -> list[int]:
         """Return rows of the global batch of optimizer step `step`, sorted by length."""
@@ -284,14 +255,8 @@ class BatchPlan:
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash_u63(self.seed, epoch))
-        train = self.train
-        if self.parts:
-            drawing = enumerate(self.parts)
-            train = torch.cat([drawn(r, n, epoch, self.seed, i) for i, (r, n) in drawing])
-        order = torch.randperm(train.numel(), generator=generator)[
-            : self.per_epoch * self.batch_size
-        ]
-        order = train[order]
+        order = torch.randperm(self.train.numel(), generator=generator)
+        order = self.train[order[: self.per_epoch * self.batch_size]]
         batches = []
         for part in order.split(self.window * self.batch_size):
             part = part[self.rows.lengths[part].argsort(stable=True)].view(-1, self.batch_size)
@@ -304,16 +269,6 @@ class BatchPlan:
         batch = self.batch(step)
         found = shared(self.rows.lengths[batch].tolist(), world, limits)
         return [[[batch[i] for i in part] for part in share] for share in found]
-
-    def waste(self, limits: Limits, world: int = 1, steps: int = 64) -> float:
-        """Share of computed positions that are padding, over the first steps."""
-        real = padded = 0
-        for step in range(min(steps, self.per_epoch)):
-            for share in self.shares(step, world, limits):
-                for rows in share:
-                    real += int(self.rows.lengths[rows].sum())
-                    padded += len(rows) * int(self.rows.lengths[rows].max())
-        return 1 - real / padded
 
 
 def held_out_batches(

@@ -11,7 +11,6 @@ from annotated_types import Ge
 
 from outrider.conf.paths import missing
 from outrider.conf.rules import (
-    AboveZero,
     BelowOne,
     FileName,
     OneOrMore,
@@ -60,9 +59,6 @@ class DataConfig(RowsConfig):
     kind: Literal["jsonl", "hub", "text"] = "jsonl"
     # jsonl, text: the file, or [FILE,FILE]; hub: a local folder in place of a name
     path: str | list[str] = ""
-    # of several files: what share of an epoch's rows each gives, relative to the others; empty
-    # = every row of each once
-    weights: list[AboveZero] = field(default_factory=list)
     # hub: repository of a data set
     name: str = ""
     # hub: split
@@ -83,11 +79,6 @@ class DataConfig(RowsConfig):
             found.append("path: is empty; set data.path=FILE")
         if self.kind == "hub" and len(self.paths) > 1:
             found.append("path: several only with data=jsonl and data=text; give one folder")
-        if self.weights and len(self.weights) != len(self.paths):
-            found.append(
-                f"weights: {len(self.weights)} for {len(self.paths)} files; give one for each file "
-                "of data.path, or none"
-            )
         if self.kind == "hub" and not (self.name or self.path):
             found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
         for line in self.skip:
@@ -98,12 +89,6 @@ class DataConfig(RowsConfig):
         taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
         if wrong := sorted(taken & set(self.chat_template_kwargs)):
             found.append(f"chat_template_kwargs: {wrong[0]} is set here; leave it out")
-        if self.streaming and self.kind != "hub":
-            found.append(
-                f"streaming: only for data=hub; a {self.kind} file is read line by line in any case"
-            )
-        if self.streaming and not self.cache:
-            found.append("streaming: needs data.cache=true, where the tokens are kept")
         return found
 
     def absent(self) -> list[str]:

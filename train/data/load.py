@@ -58,7 +58,7 @@ def load_rows(
         if len(part.bad) == total:
             why = f"none of the {total} rows can be used ({part.reasons()}): {ROW}"
             raise UserError(f"{part.bad[0]}; {why}")
-    rows = joined(parts, cfg.weights)
+    rows = joined(parts)
     if cfg.held_out and not isinstance(cfg.held_out, str):
         rows = some_held_out(rows)
     total = rows.lines.numel() + len(rows.bad)
@@ -98,7 +98,7 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
         if place in places[:i]:
             key, fix = "held_out", "it is trained on; give another file, or a share of its rows"
             if i < len(cfg.paths):
-                key, fix = "path", "give data.weights"
+                key, fix = "path", "give it once (epochs= trains on it again)"
             raise UserError(f"data.{key}: {found[i].path} is named twice; {fix}")
     return found
 
