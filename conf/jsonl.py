@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from outrider.conf.errors import UserError
 
@@ -62,6 +62,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def form(stream: BinaryIO) -> str:
+    """Return what an open file holds in place of lines of JSON, "" for lines."""
+    begin = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return next((what for how, what in OTHERS.items() if begin.startswith(how)), "")
+
+
 def read_lines(
     path: Path, key: str = "data.path", fix: str = "give an existing JSONL file"
 ) -> Iterator[tuple[int, bytes]]:
@@ -75,8 +81,7 @@ def read_lines(
     except OSError as error:
         raise UserError(f"{key}: cannot read {path} ({error.strerror}); {fix}") from None
     with stream:
-        begin = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if other := next((what for how, what in OTHERS.items() if begin.startswith(how)), ""):
+        if other := form(stream):
             way = f"convert it, such as jq -c '.[]' {path} > {path.stem}.jsonl"
             if key == "data.path":
                 way = f"have its folder read: data=hub data.path={path.parent}"

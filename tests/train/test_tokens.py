@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from outrider.conf.errors import UserError
 from outrider.train.data.batches import BatchPlan
-from outrider.train.data.config import DataConfig
 from tests.helpers.training import chats
 from tests.train.test_train_data import load
 
@@ -78,5 +77,3 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         broken.write(b"\xff" * 200)
     with pytest.raises(UserError, match=r"data.name: .*cannot (be read beyond row \d+|load)"):
         load(folder, kind="hub", streaming=True, cache=True)
-    for keys in ({"kind": "jsonl"}, {"kind": "hub", "cache": False}):
-        assert DataConfig(path="x", streaming=True, **keys).validate()[0].startswith("streaming: ")

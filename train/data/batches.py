@@ -25,7 +25,7 @@ from outrider.conf.errors import UserError
 from outrider.heads.batch import Batch, hash_u63
 from outrider.train.data.mix import File, Joined
 from outrider.train.data.passes import Limits, shared
-from outrider.train.data.tokens import DROPPED, HIDDEN, TURNS, Totals, totals
+from outrider.train.data.tokens import DROPPED, HIDDEN, TURNS, UNLEARNED, Totals, totals
 
 LEAST, ENOUGH = 8, 100  # rows that are held out at least, and of how many
 # In the run folder: file:line and reason of every row that is not trained on.
@@ -108,7 +108,8 @@ class JoinedRows:
         ]
         why = ", ".join(filter(None, reasons))
         message = f"{kept:,} of {turns:,} assistant turns supervised" + (f" ({why})" if why else "")
-        notes = (f"{n:,} {note}" for note in (DROPPED, HIDDEN) if (n := self.counted.get(note, 0)))
+        known = ((note, self.counted.get(note, 0)) for note in (DROPPED, HIDDEN, UNLEARNED))
+        notes = (f"{n:,} {note}" for note, n in known if n)
         return "; ".join([message, *notes]) if turns else ""
 
     def list_bad(self, folder: Path) -> None:

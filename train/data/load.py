@@ -17,7 +17,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from outrider.conf.errors import UserError, first_line
-from outrider.conf.jsonl import read_lines
+from outrider.conf.jsonl import form, read_lines
 from outrider.decode.models.identity import (
     cache_root,
     sha256_remembered,
@@ -29,7 +29,7 @@ from outrider.train.data.batches import LEFT_OUT, JoinedRows, joined, some_held_
 from outrider.train.data.config import DataConfig
 from outrider.train.data.rows import Item, RowReading, read_text
 
-VERSION = 5  # of the token cache: raise it when rows are encoded differently
+VERSION = 6  # of the token cache: raise it when rows are encoded differently
 GIVE = "give a file with messages, conversations or text"
 ROW = (
     'write {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", '
@@ -162,8 +162,14 @@ def _source(cfg: DataConfig) -> tuple[Iterable[Item], str, str]:
                 f"data.path: no such file {path}; give a "
                 f"{'JSONL' if cfg.kind == 'jsonl' else 'text'} file"
             )
-        read = read_lines if cfg.kind == "jsonl" else read_text
-        return read(path), str(path), sha256_remembered([path])[0]
+        content = sha256_remembered([path])[0]
+        if cfg.kind == "text":
+            return read_text(path), str(path), content
+        with path.open("rb") as stream:
+            kind = form(stream)
+        if not kind or "parquet" in kind:
+            return read_lines(path), str(path), content
+        return _unpacked(path), str(path), content
     import datasets
 
     (folder,) = cfg.paths
@@ -185,6 +191,18 @@ def _source(cfg: DataConfig) -> tuple[Iterable[Item], str, str]:
             "split and network"
         ) from None
     return _unbroken(data, name), name, content
+
+
+def _unpacked(path: Path) -> Iterable[Item]:
+    """Return the rows of a compressed file, or of one JSON array, counted from 1."""
+    import datasets
+
+    try:
+        data: Any = datasets.load_dataset("json", data_files=str(path), split="train")
+    except Exception as error:  # decompression, parsing, a package for it that is not there
+        why = first_line(error.__cause__ or error)
+        raise UserError(f"data.path: {path} cannot be unpacked ({why}); unpack it") from None
+    return enumerate(data, 1)
 
 
 def _unbroken(rows: Iterable[Any], name: str) -> Iterator[Item]:

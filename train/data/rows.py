@@ -50,8 +50,16 @@ ROLES = {
     "model": "assistant",
 }
 FIRST = ("system", "developer")  # roles that stand before the first question
-OWN = ("role", "from", "content", "value")  # keys of a turn that are read here
+# Keys of a turn, or a row, that say by 0 or false that it is not to be learned.
+LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")
+OWN = ("role", "from", "content", "value", *LEARNED)  # keys of a turn that are read here
 CHATS = {"messages", "conversations"}  # keys of a row that hold its turns
+SYSTEM = ("system", "system_prompt")  # keys of a row that hold a text before its turns
+# Keys that change what a target sees and are not read: a row, or a turn, with one is left out.
+UNREAD = (
+    *("documents", "images", "image", "videos", "video", "audios", "audio"),
+    *("functions", "function_call", "chat_template_kwargs"),
+)
 Item = tuple[int, Any]  # number and content of a row: a line of JSONL, or a record
 
 
@@ -68,10 +76,11 @@ class BadRow(Exception):
 
 @dataclass
 class ChatRow:
-    """A usable raw row. chat: messages, or None for plain `text`. complete: the last answer
-    reached its end. tools: functions that the chat offers, for the template. dropped: turns of
-    the assistant's before the first question, which are left out. last_only: only the last
-    answer is supervised.
+    """A usable raw row. chat: messages, or None for plain `text`, and for `ids`, tokens as
+    they are, of which `loss` are supervised. complete: the last answer reached its end. tools:
+    functions that the chat offers, for the template. dropped: turns of the assistant's before
+    the first question, which are left out. last_only: only the last answer is supervised.
+    unlearned: which of the assistant's turns are not, as they say themselves.
     """
 
     where: str
@@ -81,6 +90,9 @@ class ChatRow:
     tools: list[Any] | None = None
     dropped: int = 0
     last_only: bool = False
+    unlearned: frozenset[int] = frozenset()
+    ids: list[int] | None = None
+    loss: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -139,9 +151,13 @@ def read_text(path: Path) -> Iterator[Item]:
 
 def interpret(record: Any, where: str) -> ChatRow:
     """Return the Row in a record with `messages`, ShareGPT `conversations`, `request` and
-    `response` of the OpenAI API, or `text`. Raises ValueError in a user's words."""
+    `response` of the OpenAI API, `text`, or `input_ids` and `loss_mask`. Raises ValueError in a
+    user's words."""
     if not isinstance(record, dict):
         raise ValueError("is not an object {..}")
+    _check_read(record, "")
+    if record.get("input_ids") is not None:
+        return _tokens(record, where)
     logged = {"request", "response"} <= record.keys() and not CHATS & record.keys()
     if logged:
         record = exchange(record["request"], record["response"])
@@ -159,11 +175,15 @@ def interpret(record: Any, where: str) -> ChatRow:
     if not isinstance(turns, list | tuple) or not turns:
         raise ValueError("its turns are not a list with something in it")
     chat = [_message(turn, i) for i, turn in enumerate(turns)]
+    learned = [learns(record) and learns(turn) for turn in turns]
+    if system := _system(record, chat):
+        chat, learned = [system, *chat], [True, *learned]
     first = next((i for i, m in enumerate(chat) if m["role"] not in FIRST), len(chat))
     body = chat[first:]
     loose = any(m["role"] == "tool" or m.get("tool_calls") for m in body)
     dropped = 0 if loose else _greetings(body)
     chat, body = [*chat[:first], *body[dropped:]], body[dropped:]
+    learned = [*learned[:first], *learned[first + dropped :]]
     for i, message in enumerate(body, dropped):
         wanted = ("user", "assistant")[(i - dropped) % 2]
         if message["role"] in FIRST:
@@ -173,6 +193,7 @@ def interpret(record: Any, where: str) -> ChatRow:
     if not any(m["role"] == "assistant" for m in chat):
         raise ValueError("has no assistant turn")
     complete = record.get("complete", True) is not False
+    said = [on for on, message in zip(learned, chat, strict=True) if message["role"] == "assistant"]
     return ChatRow(
         where,
         chat,
@@ -180,7 +201,48 @@ def interpret(record: Any, where: str) -> ChatRow:
         tools=tools_of(record.get("tools")),
         dropped=dropped,
         last_only=logged,
+        unlearned=frozenset(i for i, on in enumerate(said) if not on),
     )
+
+
+def learns(given: Mapping[str, Any]) -> bool:
+    """Return whether a row or a turn is to be learned, as far as it says so itself. Raises
+    ValueError for a weight between."""
+    for key in LEARNED:
+        if (value := given.get(key)) is not None and value not in (0, 1):
+            raise ValueError(f"its {key} is {value!r:.40}; 0 (not to be learned) and 1 are read")
+    return all(given.get(key) in (None, 1) for key in LEARNED)
+
+
+def _check_read(given: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError for what must not be passed over. what: before the key's name."""
+    if held := next((key for key in UNREAD if given.get(key)), ""):
+        raise ValueError(f"{what}holds {held}, which training does not read")
+
+
+def _system(record: Mapping[str, Any], chat: Sequence[Message]) -> Message | None:
+    """Return the system turn that stands beside the turns of a row, None for none."""
+    text = next((record[key] for key in SYSTEM if record.get(key)), "")
+    if not isinstance(text, str):
+        raise ValueError(f"its system text is {type(text).__name__}, not text")
+    own = chat[0]["content"] if chat[0]["role"] in FIRST else text
+    if text and own != text:
+        raise ValueError("has a system text beside its turns and another one in them")
+    given = text.strip() and chat[0]["role"] not in FIRST
+    return {"role": "system", "content": _clean(text, "system")} if given else None
+
+
+def _tokens(record: Mapping[str, Any], where: str) -> ChatRow:
+    """Return the row of tokens that somebody made, supervised where `loss_mask` says, or all."""
+    ids = record["input_ids"]
+    loss = record.get("loss_mask", [1] * len(ids) if isinstance(ids, list) else None)
+    if not isinstance(ids, list) or not all(type(t) is int and 0 <= t < 2**31 for t in ids):
+        raise ValueError("input_ids are not a list of token ids")
+    if not isinstance(loss, list) or len(loss) != len(ids) or not {*loss} <= {0, 1}:
+        raise ValueError("loss_mask is not a list of 0 and 1, one for each of input_ids")
+    on = [False, *map(bool, loss[1:])]  # no token stands before the first
+    prompt = ids[: on.index(True)] if any(on) else ids
+    return ChatRow(where, None, repr(prompt), ids=ids, loss=on)
 
 
 def exchange(request: Any, response: Any) -> dict[str, Any]:
@@ -240,6 +302,7 @@ def _message(turn: Any, i: int) -> Message:
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {i}: unknown role {role!r}")
+    _check_read(turn, f"turn {i} ")
     more = {k: v for k, v in turn.items() if k not in OWN and v is not None}
     if more.get("tool_calls"):
         try:
@@ -286,9 +349,13 @@ def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
     Raises BadRow when nothing, or everything, of a chat is supervised or the template shows
     less than the row holds, and UserError without a chat template.
     """
+    size = how.max_length
+    if row.ids is not None:
+        if not any(row.loss[:size]):
+            raise BadRow(row.where, f"no supervised token within data.max_length={size} tokens")
+        return [Encoded(row.ids[:size], row.loss[:size])]
     if row.chat is None:
-        ids = tokenizer(row.text, add_special_tokens=False)["input_ids"]
-        size = how.max_length
+        ids = tokenizer(row.text)["input_ids"]  # with BOS, where the target's texts have one
         windows = [ids[i : i + size] for i in range(0, len(ids), size)]
         return [Encoded(w, [False] + [True] * (len(w) - 1)) for w in windows if len(w) > 1]
     if not tokenizer.chat_template:
@@ -300,10 +367,13 @@ def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
     template = Template(tokenizer, row.tools, dict(how.kwargs))
     ends = [i + 1 for i, m in enumerate(row.chat) if m["role"] == "assistant"]
     last_only = how.last_turn_only or row.last_only
-    if how.turns != "rows" or not ends:
+    wanted = [end for n, end in enumerate(ends) if n not in row.unlearned]
+    if not wanted or (last_only and wanted[-1] != ends[-1]):
+        return []
+    if how.turns != "rows":
         return [_encode(row, row.chat, template, how, last_only)]
     found, missed = [], None
-    for end in ends[-1:] if last_only else ends:
+    for end in wanted[-1:] if last_only else wanted:
         part = replace(row, complete=row.complete or end != ends[-1])
         try:
             found.append(_encode(part, row.chat[:end], template, how, True))
@@ -329,6 +399,13 @@ def _encode(
         reason = f"the chat template refuses it ({first_line(error)})"
         raise BadRow(row.where, reason) from None
     said = 1 if last_only else sum(m["role"] == "assistant" for m in chat)
+    if row.unlearned and not last_only:
+        if len(masks) != said:
+            raise BadRow(
+                row.where, "the chat template does not show apart which turns have weight 0"
+            )
+        masks = [mask for n, mask in enumerate(masks) if n not in row.unlearned]
+        said = len(masks)
     if not row.complete and masks and masks[-1] and ids[masks[-1][-1]] in how.eos:
         masks[-1].pop()  # of an answer that was cut, where the end is the template's word
     shown = [mask for mask in masks if mask]
@@ -402,12 +479,11 @@ def _turns(
                 runs.append([])
             if on:
                 runs[-1].append(t)
+        for run in runs:  # tags may leave the end of the turn out
+            behind = run[-1] + 1
+            run += [behind] if behind < len(ids) and ids[behind] in eos else []
         return ids, [Turn(_until_end(ids, run, eos), whole) for run in runs]
     found = spans(chat, template, whole)
-    if not getattr(template.tokenizer, "is_fast", False):
-        ids = template.tokenizer(whole, add_special_tokens=False)["input_ids"]
-        counted = [_counted(ids, template.tokenizer, whole, span, eos) for span in found]
-        return ids, [_turn(whole, span, t) for span, t in zip(found, counted, strict=True)]
     out = template.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = out["input_ids"], out["offset_mapping"]
     turns = []
@@ -453,22 +529,6 @@ def _inside(
         behind += 1
     if last > first and behind < len(ids):
         last = behind + 1
-    return _until_end(ids, list(range(first, last)), eos)
-
-
-def _counted(
-    ids: list[int], tokenizer: Any, whole: str, span: Span | None, eos: frozenset[int]
-) -> list[int]:
-    """As _inside for a tokenizer that knows no offsets: the tokens of the text before the span
-    and of the text up to its end are counted, where both are the beginning of the whole's."""
-    if span is None:
-        return []
-    cuts = [tokenizer(whole[:c], add_special_tokens=False)["input_ids"] for c in span]
-    if any(ids[: len(cut)] != cut for cut in cuts):
-        return []
-    first, last = map(len, cuts)
-    if first < last < len(ids) and ids[last] in eos:
-        last += 1
     return _until_end(ids, list(range(first, last)), eos)
 
 

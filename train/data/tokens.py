@@ -47,6 +47,7 @@ TOLD = 20_000  # rows between two words of progress
 TURNS = ("turns", "shown", "supervised")
 DROPPED = "before the first question dropped"
 HIDDEN = "without their reasoning, which the chat template cuts off (data.turns=rows trains on it)"
+UNLEARNED = "not learned, as their weight says"
 
 
 class Totals(NamedTuple):
@@ -99,6 +100,7 @@ class Work:
                 continue
             held = share(row) < self.held_out
             part.counted[DROPPED] += row.dropped
+            part.counted[UNLEARNED] += len(row.unlearned)
             for ids, loss, turns, hidden in found:
                 part.ids.extend(ids)
                 part.loss += bytes(loss)
