@@ -305,6 +305,14 @@ def facts_of(
         facts["files"] = "; ".join(f"{f.name} {f.end - f.first:,} rows" for f in rows.files)
     if message := rows.supervision():
         facts["turns"] = message
+        counts, tokenizer = rows.counts(target.vocab_size), target.tokenizer
+        ends = {tokenizer.decode([t]): int(counts[t]) for t in target.eos_ids if counts[t]}
+        facts["ends of turns"] = (
+            ", ".join(f"{end!r} {n:,}" for end, n in ends.items()) + " supervised"
+            if ends
+            else "WARNING: no end of a turn is supervised: name it as eos_token_id in the target's "
+            "generation_config.json"
+        )
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
     for problem in rows.bad[:5]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from outrider.conf.errors import UserError
+from outrider.decode.models.tokenizers import specials
 
 UNBOUNDED = 2**31 - 1
 
@@ -77,13 +78,25 @@ def _first_range(config: Any) -> int | None:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the end-of-turn ids generation stops at: the generation config's, else the
-    config's, else the tokenizer's."""
-    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
-        value = getattr(holder, "eos_token_id", None)
-        if value is not None:
-            return tuple(sorted(set(value if isinstance(value, (list, tuple)) else [value])))
-    return ()
+    """Return the end-of-turn ids that generation stops at: those of the generation config, the
+    config and the tokenizer, and the one that the chat template writes behind an answer."""
+    holders = (getattr(model, "generation_config", None), model.config, tokenizer)
+    named = (getattr(holder, "eos_token_id", None) for holder in holders)
+    lists = [value if isinstance(value, list | tuple) else [value] for value in named]
+    return tuple(sorted({*sum(map(list, lists), []), *_template_end(tokenizer)} - {None}))
+
+
+def _template_end(tokenizer: Any) -> list[int]:
+    """Return the special token that the chat template writes behind an answer, if it does."""
+    word = "\u241fanswer\u241f"
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": word}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # no template, or one that refuses this chat in its own words
+        return []
+    _, found, behind = text.rpartition(word)
+    ids = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"][:1]
+    return [i for i in ids if found and i in specials(tokenizer).values()]
 
 
 def ignored(model: Any, sampling: Any) -> dict[str, Any]:

@@ -14,13 +14,14 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from outrider.conf.errors import UserError
+from outrider.decode.models.facts import eos_ids
 from outrider.decode.models.tiny import CHATML_WITH_SPANS, byte_tokenizer
 from outrider.heads.checkpoint import read_card
 from outrider.train.data.batches import JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.setup import fitting
-from tests.helpers.training import chats, run
+from tests.helpers.training import chats, run, tiny_target
 
 
 def test_a_target_without_chat_template_is_message_once_not_row_by_row(tmp_path: Path) -> None:
@@ -174,3 +175,22 @@ def test_packed_lines_and_one_array_are_read_as_they_are(
         for p in (path, plain)
     )
     assert found.ids.equal(want.ids) and found.loss.equal(want.loss)
+
+
+def test_what_ends_a_turn_is_joined_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base model's configs name <|endoftext|>, its template and tokenizer <|im_end|>."""
+    tokenizer, model = byte_tokenizer(), tiny_target().model
+    model.config.eos_token_id, model.generation_config.eos_token_id = 7, [0, 8]
+    assert eos_ids(model, tokenizer) == (0, 2, 7, 8)
+    tokenizer.eos_token, model.config.eos_token_id = "<|endoftext|>", None
+    assert eos_ids(model, tokenizer) == (0, 2, 8), "the template writes <|im_end|>"
+    tokenizer.chat_template = None
+    assert eos_ids(model, tokenizer) == (0, 8)
+    data = chats(tmp_path / "data.jsonl", 20)
+    run(data, tmp_path / "run", "steps=1", "data.held_out=0")
+    assert "ends of turns: '<|im_end|>' 20 supervised" in capsys.readouterr().err
+    monkeypatch.setattr("outrider.decode.models.facts.eos_ids", lambda *_: (9,))
+    run(data, tmp_path / "none", "steps=1", "data.held_out=0")
+    assert "WARNING: no end of a turn is supervised" in capsys.readouterr().err
