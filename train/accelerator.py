@@ -12,6 +12,7 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from accelerate.utils import (
 from accelerate.utils.environment import get_cpu_distributed_information
 
 from outrider.conf.errors import UserError
-from outrider.train.signals import Stop
+from outrider.train.signals import Stop, launch_words
 
 OFF = ("", "no", "none", "false", "0", "auto")
 PATIENCE = timedelta(minutes=10)  # of a collective
@@ -73,9 +74,11 @@ def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Acc
 
 def check_ranks(batch_size: int, shard_group: int, world: int) -> None:
     """Raise UserError when `world` ranks cannot share a batch, or copies of the target, evenly."""
-    if batch_size % world:
+    if over := batch_size % world:
+        near = [n for n in (batch_size - over, batch_size - over + world) if n]
         raise UserError(
-            f"batch_size: {batch_size} is no multiple of the {world} ranks; give one that is"
+            f"batch_size: {batch_size} is no multiple of the {world} ranks; give "
+            + " or ".join(map(str, near))
         )
     if shard_group and world % shard_group:
         raise UserError(
@@ -112,8 +115,15 @@ def ending(accelerator: Accelerator, stop: Stop) -> Iterator[None]:
 
 
 def launched() -> dict[str, Any]:
-    """Return what the launcher has set by environment variables, by the names of a config file."""
-    return {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in REFUSED}
+    """Return what the launcher was told, by the names of a config file: by environment
+    variables, and in its own words, of which it hands some on for DeepSpeed alone."""
+    found = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in REFUSED}
+    words = launch_words(os.getppid()) or []
+    for word, following in pairwise([*words, ""]):
+        option, _, value = word.partition("=")
+        if (name := option.removeprefix("--").replace("-", "_")) in REFUSED and option != name:
+            found[name] = found[name] or value or following
+    return found
 
 
 def refusals(settings: Mapping[str, Any], dtype: str) -> list[str]:

@@ -16,18 +16,20 @@ import logging
 import os
 import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outrider.conf.errors import UserError
-from outrider.train.signals import follow, launch_words, waiting_launcher
+from outrider.train.signals import agent, follow, launch_words, waiting_launcher
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # How many prepared matrix products are kept: by oneDNN, and by torch on top of it.
 PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 SHAPES = 64  # EAGLE-3 on SmolLM2 held 1.9 GB with it at step 181, 2.8 at step 24 with their 1,024
+ALIKE = 10.0  # seconds in which a mistake that all ranks make is met by the first of a machine
 # What `--help` says of every training script.
 SAME = """\
 Several GPUs: `outrider train NAME ... --launch N`, which is `accelerate launch --num_processes N`.
@@ -84,10 +86,16 @@ def last_word() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
         if end.code in (1, 2, 75, 130) and (parent := waiting_launcher()):
-            sys.stdout.flush()
-            sys.stderr.flush()
             os.kill(parent, signal.SIGTERM)  # it only waits for this process
+        elif end.code == 2 and (parent := agent()):
+            if os.environ["LOCAL_RANK"] == "0":
+                os.kill(parent, signal.SIGALRM)  # other signals make it tell where it stands
+            deadline = time.monotonic() + ALIKE
+            while os.getppid() == parent and time.monotonic() < deadline:
+                time.sleep(0.05)
         raise
 
 

@@ -109,12 +109,28 @@ def waiting_launcher() -> int:
     return 0 if launch_words(parent) is None else parent
 
 
+def agent() -> int:
+    """Process id of the torchrun or `accelerate launch` that started this process as one of
+    several; 0 if there is none."""
+    parent = os.getppid()
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0
+    words = _words(parent)[:3]
+    own = any(os.path.basename(w) in ("torchrun", "torch.distributed.run") for w in words)
+    return parent if own or launch_words(parent) is not None else 0
+
+
+def _words(process: int) -> list[str]:
+    """Return the words of a process's command, [] where they cannot be read."""
+    try:
+        return os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def launch_words(process: int) -> list[str] | None:
     """Return the words behind `accelerate launch` where that is a process's command; else None."""
-    try:
-        words = os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
-    except OSError:
-        return None
+    words = _words(process)
     for at, word in enumerate(words[:3], 1):
         if os.path.basename(word) in COMMANDS:
             return words[at + (words[at : at + 1] == ["launch"]) :]

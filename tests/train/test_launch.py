@@ -18,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import CONF
+from outrider.train import accelerator
 from outrider.train.accelerator import REFUSED, device_of, on_processors, refusals, start
 from outrider.train.launch import asked
 
@@ -69,6 +70,18 @@ def test_what_a_run_would_not_honour_is_refused_in_a_line(monkeypatch: pytest.Mo
     assert not refusals({"mixed_precision": "bf16"}, "bfloat16")
     for precision, dtype in (("bf16", "float32"), ("fp16", "bfloat16")):
         assert len(refusals({"mixed_precision": precision}, dtype)) == 1
+    words = ["accelerate", "launch", "--gradient_accumulation_steps", "4", "train/eagle.py"]
+    monkeypatch.setattr(accelerator, "launch_words", lambda _: words[2:])
+    with pytest.raises(UserError, match="gradient_accumulation_steps: 4: a step reads batch_size"):
+        start(4, "float32", "cpu")
+    words[2:4] = ["--gradient_clipping=1.0"]
+    with pytest.raises(UserError, match="gradient_clipping: 1.0: set optim.clip"):
+        start(4, "float32", "cpu")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"batch_size: 7 .* 2 ranks; give 6 or 8$"):
+        accelerator.check_ranks(7, 0, 2)
+    with pytest.raises(UserError, match="give 4$"):
+        accelerator.check_ranks(3, 0, 4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="use_fsdp"):
         start(4, "float32", "cpu")

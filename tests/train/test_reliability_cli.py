@@ -71,8 +71,13 @@ def test_accelerate_trains_with_the_processes_asked_for_and_a_signal_saves_them(
     assert outcome(out, 400) == outcome(whole, 400)
 
 
-def test_a_mistake_under_accelerate_is_one_line(tmp_path: Path) -> None:
-    child = start(tmp_path / "none.jsonl", tmp_path / "run", *LAUNCH, keys=())
+@pytest.mark.parametrize("more", [(), ("--multi_gpu", "--num_machines", "1")])
+def test_a_mistake_under_accelerate_is_one_line(more: tuple[str, ...], tmp_path: Path) -> None:
+    """Also where accelerate itself is the launcher of several processes, as with GPUs."""
+    keys = ("batch_size=7",) if more else ()
+    data = chats(tmp_path / "data.jsonl") if more else tmp_path / "none.jsonl"
+    child = start(data, tmp_path / "run", *LAUNCH, *more, keys=keys)
     said = child.communicate(timeout=100)[1].splitlines()
-    assert child.returncode and said[-1].startswith("error: data.path: no such file")
-    assert sum("rror" in line for line in said) == 1
+    wanted = "batch_size: 7 " if more else "data.path: no such file"
+    assert child.returncode and said[-1].startswith(f"error: {wanted}"), said
+    assert sum("rror" in line for line in said) == 1, said
