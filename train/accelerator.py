@@ -30,7 +30,6 @@ from outrider.train.signals import Stop, launch_words
 
 OFF = ("", "no", "none", "false", "0", "auto")
 PATIENCE = timedelta(minutes=10)  # of a collective
-_FILES = "launch with conf/launch/ddp.yaml or conf/launch/fsdp2.yaml"
 _SHARD = "set shard_target=true and launch with conf/launch/fsdp2.yaml"
 # what is refused unless it is OFF: name in a config file -> what to do instead
 REFUSED = {
@@ -40,8 +39,6 @@ REFUSED = {
     "mixed_precision": "the run casts by itself; set dtype",
     "use_fsdp": f"the plugin would wrap the head and leave the target as it is; {_SHARD}",
     "use_deepspeed": f"FSDP2 shards a target that no GPU holds; {_SHARD}",
-    "use_megatron_lm": _FILES,
-    "use_parallelism_config": f"ranks share rows alone; {_FILES}",
 }
 
 

@@ -91,8 +91,6 @@ class EvalConfig:
     temperature: NotNegative = 0.0
     # shape of the draft that ranks checkpoints: chain or tree; empty = the head's own
     shape: Literal["", "chain", "tree"] = ""
-    # stop when accepted length has not risen for so many evaluations in a row; 0 = never
-    patience: ZeroOrMore = 0
     # number of held-out prompts
     prompts: ZeroOrMore = 16
     # longest answer, tokens

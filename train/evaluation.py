@@ -27,7 +27,6 @@ from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.names import DraftSpec
 from outrider.heads.parity import check
 from outrider.train.data.batches import JoinedRows, held_out_batches
-from outrider.train.measure import is_no_memory
 from outrider.train.run import Run
 from outrider.train.signals import Stop
 
@@ -36,10 +35,6 @@ RESULT = "parity.json"
 
 class _Requested(Exception):
     """A signal came while prompts were being decoded."""
-
-
-class NoRoom(Exception):
-    """Decoding did not fit into the memory of some rank; raised on every rank."""
 
 
 def requested_anywhere(stop: Stop, accelerator: Accelerator) -> int:
@@ -59,23 +54,16 @@ def evaluate(run: Run) -> int:
     state, log = run.state, run.log
     if not state.step or state.evaluated == state.step:
         return 0
-    start, why = time.perf_counter(), "no held-out prompts (see data.held_out, eval.prompts)"
+    start = time.perf_counter()
     run.head.eval()
-    try:
-        found = decoded_acceptance(run)
-    except NoRoom:  # no error: the restarted run would meet it again at once
-        found = {}
-        why = (
-            "it does not fit into memory; lower eval.batch_size, eval.max_new_tokens or micro_batch"
-        )
-    finally:
-        run.head.train()
+    found = decoded_acceptance(run)
+    run.head.train()
     requested = requested_anywhere(run.stop, run.accelerator)
     if found is None:
         return requested or signal.SIGTERM
     state.evaluated = state.step
     if not found:
-        log.say(f"step {state.step}: not evaluated: {why}")
+        log.say(f"step {state.step}: no held-out prompts (see data.held_out, eval.prompts)")
         return requested
     seconds = round(time.perf_counter() - start, 2)
     log.metrics(state.step, {"event": "eval", "seconds": seconds, **found, **state.took()})
@@ -113,8 +101,7 @@ def decoded_acceptance(run: Run) -> dict[str, Any] | None:
     Prompts are shared out among the ranks (not with a sharded target); each rank gets the
     whole result. Cut and loop cycles are left out of the figures and counted. Also
     calibrates the head on held-out rows, which shapes its tree. The ranks of a sharded
-    target ask each other for a signal at every answer that grew. Raises NoRoom on every
-    rank when some rank ran out of memory.
+    target ask each other for a signal at every answer that grew.
     """
     rows, target, keys, accelerator = run.rows, run.target, run.cfg.eval, run.accelerator
     chosen = rows.held.nonzero()[: keys.prompts, 0].tolist()
@@ -129,7 +116,7 @@ def decoded_acceptance(run: Run) -> dict[str, Any] | None:
             raise _Requested
 
     shape = ""
-    decoded: list[Generation | _Requested | NoRoom]
+    decoded: list[Generation | _Requested]
     try:
         batches = held_out_batches(rows, keys.calibration_rows, run.room.rows, run.room.tokens)
         run.head.calibrate((batch.to(target.device) for batch in batches), target)
@@ -147,13 +134,7 @@ def decoded_acceptance(run: Run) -> dict[str, Any] | None:
         decoded = [*answers.generations]
     except _Requested as requested:
         decoded = [requested]
-    except (RuntimeError, MemoryError) as error:
-        if target.sharded or not is_no_memory(error):  # other ranks would wait for this one
-            raise
-        decoded = [NoRoom()]
     gathered = decoded if alone else gather_object(decoded)
-    if any(isinstance(g, NoRoom) for g in gathered):
-        raise NoRoom
     every = [g for g in gathered if isinstance(g, Generation)]
     return figures(every, shape) if len(every) == len(requests) else None
 

@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from outrider.decode.target import Target
 from outrider.heads.batch import Batch, LossOut
 
 # Sums over the ranks
@@ -90,11 +89,11 @@ def exchange(
 # Time
 # -------------------------------------------------------------------------------------------
 
-PARTS = ("data", "target", "head", "communication", "save")
+PARTS = ("data", "head", "communication", "save")
 
 
 class Clock:
-    """Adds up the seconds of the parts of a step.
+    """Adds up the seconds of the parts of a step; "head" is the target's pass as well.
 
     On a GPU the parts are measured on its own time line, by events that are read when the step
     has waited for the device anyway: nothing waits for the measuring, and what the host does
@@ -102,33 +101,16 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self._spans: list[tuple[str, Any, Any, float]] = []
-        self._open: list[str] = []
+        self._spans: list[tuple[str, Any, Any]] = []
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The block belongs to part `name`, and no more to the part around it."""
+        """The block belongs to part `name`."""
         start = self._now()
-        self._open.append(name)
         try:
             yield
         finally:
-            self._open.pop()
-            end = self._now()
-            self._spans.append((name, start, end, 1.0))
-            if self._open:
-                self._spans.append((self._open[-1], start, end, -1.0))
-
-    def watch(self, target: Target) -> None:
-        """Count as part "target" what a head asks of its target's features inside another
-        part; what is asked between the steps counts nowhere."""
-        features = target.features
-
-        def timed(*args: Any, **keys: Any) -> Any:
-            with self.part("target") if self._open else contextlib.nullcontext():
-                return features(*args, **keys)
-
-        target.features = timed  # type: ignore[method-assign]  # of this one alone
+            self._spans.append((name, start, self._now()))
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -142,12 +124,11 @@ class Clock:
         step and the save before it. DDP exchanges gradients inside the backward pass, which
         is the head's."""
         found, left = dict.fromkeys(PARTS, 0.0), []
-        for name, start, end, sign in self._spans:
+        for name, start, end in self._spans:
             if self.cuda and not end.query():
-                left.append((name, start, end, sign))
+                left.append((name, start, end))
             else:
-                seconds = start.elapsed_time(end) / 1000 if self.cuda else end - start
-                found[name] += sign * seconds
+                found[name] += start.elapsed_time(end) / 1000 if self.cuda else end - start
         self._spans = left
         return {name: [seconds, 1.0] for name, seconds in found.items()}
 

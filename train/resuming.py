@@ -29,13 +29,8 @@ LOGISTICS = (
     *("head.depth", "head.width", "head.tree_draw"),
 )
 # Keys that change what is learned and may all the same differ when a run is resumed: from there
-# on the run is that of the new value.
-REPLANNED = {
-    "data.skip": "the order of the rows is drawn anew",
-    "minutes": "the schedule is that of a run of so many minutes",
-    "optim.lr": "the rate follows the new peak",
-    "steps": "the schedule is that of a run of so many steps",
-}
+# on the order of the rows, or the schedule, is that of the new value.
+REPLANNED = ("data.skip", "minutes", "optim.lr", "steps")
 EARLIER = {"head.mask_token": -1}  # what runs without these keys did
 OF_LAYERS = ("head.intermediate_size",)  # earlier runs had the target's
 
@@ -98,8 +93,7 @@ def check_meaning(
             f"out_dir: {folder} holds a run that learns something else ({'; '.join(refused)}); "
             "restore these values or choose another out_dir"
         )
-    why = {k: f"; from here on {REPLANNED[k]}" for k in changed if k in REPLANNED}
-    return [f"{k}: {_show(saved, k)} -> {_show(now, k)}{why.get(k, '')}" for k in changed]
+    return [f"{k}: {_show(saved, k)} -> {_show(now, k)}" for k in changed]
 
 
 def _is_gone(key: str, value: Any) -> bool:
@@ -107,7 +101,7 @@ def _is_gone(key: str, value: Any) -> bool:
     group, _, name = key.partition(".")
     if group == "head":
         return is_left(name, value)
-    return bool(left("keys", key) or left("keys", group))
+    return bool(is_logistics(key) or left("keys", key) or left("keys", group))
 
 
 def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:

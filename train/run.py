@@ -115,13 +115,9 @@ class Run:
 
     @property
     def last(self) -> bool:
-        """Whether all steps are done, no further one fits into `minutes`, or an evaluation
-        at this step was one too many without a longer accepted length (eval.patience)."""
+        """Whether all steps are done, or no further one fits into `minutes`."""
         state, cfg = self.state, self.cfg
-        since, patient = state.step - state.best.get("step", state.step), cfg.eval.patience
-        stalled = state.evaluated == state.step and since >= patient * cfg.eval.every
-        done = state.step >= cfg.steps or over(state.step - 1, state.spent, cfg.minutes)
-        return done or bool(patient * cfg.eval.every and stalled)
+        return state.step >= cfg.steps or over(state.step - 1, state.spent, cfg.minutes)
 
     @property
     def room(self) -> PassLimits:

@@ -96,7 +96,6 @@ def begin(
     learned = self_check(rows, plan, target.tokenizer)
     for note in filter(None, (learned, *made.notes, *begun, sharding, source.note)):
         log.say(note)
-    clock.watch(target)
     head.train()
     model = _called(accelerator, head)
     parts = accelerator, stop, target, rows, plan, head, model, source, optimizer, state, log
@@ -347,7 +346,8 @@ def explained(error: Exception, world: int, out: str) -> UserError | Interrupted
     if is_no_memory(error):
         return UserError(
             "micro_tokens: a pass does not fit into memory; give fewer, or micro_batch=1, then a "
-            "smaller head.chunk or data.max_length (validate dry_run=true tells what fits)"
+            "smaller head.chunk or data.max_length (validate dry_run=true tells what fits); an "
+            "evaluation: eval.batch_size=1"
         )
     if "Duplicate GPU detected" in str(error):  # in NCCL's words
         return UserError(

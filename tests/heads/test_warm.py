@@ -176,20 +176,6 @@ def test_a_head_drafts_for_a_relative_where_that_is_allowed(
         resolve_drafter(str(tmp_path), other)
 
 
-def test_a_run_stops_when_acceptance_no_longer_rises(tmp_path: Path) -> None:
-    data = chats(tmp_path / "data.jsonl")
-    still = ("optim.lr=1e-12", "steps=20", "save_every=5", "eval.every=2", "eval.patience=1")
-    still = (*still, "eval.prompts=2", "eval.max_new_tokens=8")
-    out = run(data, tmp_path / "run", *still)
-    assert [read_card(out / part)["extra"]["step"] for part in ("best", "head")] == [2, 4]
-    assert (out / "checkpoints/step-4").is_dir()
-    lines = (out / "metrics.jsonl").read_text()
-    run(data, out, *still)  # it is through
-    new = (out / "metrics.jsonl").read_text()[len(lines) :]
-    assert '"eval"' not in new and "loss" not in new
-    assert read_card(out / "head")["extra"]["step"] == 4
-
-
 def test_a_card_may_hold_keys_that_left_but_for_values_that_changed_the_head() -> None:
     target = tiny_target(layers=4)
     for head, harmless, wrong in (

@@ -141,20 +141,6 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
     assert all(digest(out / name) == digest(whole / name) for name in ("best", "head"))
 
 
-def test_an_evaluation_without_memory_is_told_and_the_run_goes_on(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Were it an error, a restarted run would meet it again at the same step, for ever."""
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(evaluation, "generate", full)
-    out = run(data, tmp_path / "run", "save_every=3", *SHORT)
-    assert "step 3: not evaluated" in capsys.readouterr().err
-    assert (out / "head").exists() and disk.read(out / "checkpoints/step-6").evaluated == 3
-
-
 def test_a_lack_of_memory_is_told_from_a_bug() -> None:
     alloc = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
     assert all(map(is_no_memory, (torch.OutOfMemoryError("x"), MemoryError(), alloc)))

@@ -58,7 +58,7 @@ def test_mfu_where_the_peak_is_known(
         assert line["mfu"] == pytest.approx(line["tflops_per_device"], abs=1e-3)
         assert line["tokens_per_second_per_device"] == line["tokens_per_second"]
         assert line["peak_memory_bytes"] > 1 << 20
-        assert line["share_target"] > 0 and line["share_head"] > 0
+        assert line["share_head"] > 0
 
 
 def test_a_formula_that_fails_costs_the_count_alone(monkeypatch: pytest.MonkeyPatch) -> None:

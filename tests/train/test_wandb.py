@@ -60,7 +60,7 @@ def test_charts_of_a_run(data: Path, tmp_path: Path, wandb: Wandb) -> None:
     out = run(data, tmp_path / "run", "wandb=offline", "data.held_out=0.4", *keys)
     names = {key for _, line in wandb.lines for key in line}
     assert {"train/loss", "train/lr", "eval/accepted_length", "eval/acceptance_at_1"} <= names
-    assert {"train/tokens_per_second", "train/share_target"} <= names
+    assert {"train/tokens_per_second", "train/share_head"} <= names
     assert all(key.startswith(("train/", "eval/", "end/", "start/", "parity/")) for key in names)
     assert [line for line in records(out / "metrics.jsonl") if line.get("event") == "eval"]
 

@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.heads.batch import Batch, hash_u63
-from outrider.train.data.mix import File, Joined
 from outrider.train.data.passes import Limits, shared
 from outrider.train.data.tokens import DROPPED, HIDDEN, TURNS, UNLEARNED, Totals, totals
 
@@ -31,6 +30,39 @@ LEAST, ENOUGH = 8, 100  # rows that are held out at least, and of how many
 # In the run folder: file:line and reason of every row that is not trained on.
 LEFT_OUT = "left_out.txt"
 MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
+
+
+class File(NamedTuple):
+    """Which rows of a whole a file has: `first` to the one before `end`. sha256: of its tokens
+    and masks."""
+
+    name: str
+    first: int
+    end: int
+    sha256: str
+
+
+class Joined:
+    """1-d tensors end to end, never copied into one. Of what a tensor can, what token rows ask
+    for."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = [*parts]
+        self.starts = torch.tensor([0, *(part.numel() for part in parts)]).cumsum(0).tolist()
+
+    def numel(self) -> int:
+        """Return how many values there are."""
+        return self.starts[-1]
+
+    def __getitem__(self, places: slice) -> Tensor:
+        """The values of a slice with step 1."""
+        begin, end, _ = places.indices(self.numel())
+        cut = [
+            part[max(begin - start, 0) : max(end - start, 0)]
+            for part, start in zip(self.parts, self.starts, strict=False)
+        ]
+        filled = [part for part in cut if part.numel()] or cut[:1]
+        return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 
 @dataclass
