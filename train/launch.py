@@ -26,9 +26,6 @@ from outrider.train.signals import agent, follow, launch_words, waiting_launcher
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# How many prepared matrix products are kept: by oneDNN, and by torch on top of it.
-PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-SHAPES = 64  # EAGLE-3 on SmolLM2 held 1.9 GB with it at step 181, 2.8 at step 24 with their 1,024
 ALIKE = 10.0  # seconds in which a mistake that all ranks make is met by the first of a machine
 # What `--help` says of every training script.
 SAME = """\
@@ -43,16 +40,10 @@ with 143 (accelerate, one process or no GPUs) or 1 (several). Faults: docs/train
 def set_memory() -> None:
     """Say what torch shall do with memory where batches have ever new widths, unless the
     environment says it already. torch reads it while it is imported, so this comes first.
-
     On a GPU memory grows in place: what a narrower batch left would not do for a wider one.
-    On a CPU few prepared matrix products are kept: two libraries keep a thousand each, one
-    for every shape, with memory of its own in the midst of what a step frees, and a run
-    would grow to its end.
     """
     if not any(name in os.environ for name in (ALLOCATOR, *OLDER)):
         os.environ[ALLOCATOR] = "expandable_segments:True"
-    for name in PREPARED:
-        os.environ.setdefault(name, str(SHAPES))
 
 
 def trainer(name: str, module: str) -> Any:

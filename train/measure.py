@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 # Dense bfloat16 matrix products with float32 sums, TFLOP/s, without sparsity, as the makers'
 # data sheets give them. The first name that is a part of the device's counts, so a variant
@@ -40,18 +40,6 @@ def peak_flops(name: str, dtype: str) -> float | None:
     return next((1e12 * peak for peak in found), None)
 
 
-def _attention(*args: Any, **_: Any) -> int:
-    """Operations of attention by query heads: torch's formulas refuse fewer heads of keys.
-    args: query, keys and values [B, H, T, D], behind the gradient in a backward pass."""
-    shapes = [t.shape for t in args if isinstance(t, Tensor) and t.dim() == 4]
-    backward = len(shapes) > 3 and shapes[0] == shapes[1]  # the gradient, query, keys, values ..
-    query, *pair = shapes[1:4] if backward else shapes[:3]
-    keys, values = ((s[0], query[1], *s[2:]) for s in pair)
-    if backward:
-        return int(sdpa_backward_flop_count(shapes[0], query, keys, values))
-    return int(sdpa_flop_count(query, keys, values))
-
-
 class Counter(TorchDispatchMode):
     """Counts by torch's formulas and changes no bit: torch's FlopCounterMode takes some
     operations apart, such as the gradient of SiLU, which then round differently. total: nan
@@ -66,8 +54,7 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = getattr(func, "_overloadpacket", func)
-        formula = _attention if "_scaled_dot_product" in str(name) else flop_registry.get(name)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", func))
         if formula is not None:
             try:
                 self.total += int(formula(*args, **kwargs, out_val=out))

@@ -86,9 +86,6 @@ class DataConfig(RowsConfig):
                 isinstance(line, str) and line.isdigit()
             ):
                 found.append(f"skip: {line!r} is no line; give LINE or FILE:LINE as messages do")
-        taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
-        if wrong := sorted(taken & set(self.chat_template_kwargs)):
-            found.append(f"chat_template_kwargs: {wrong[0]} is set here; leave it out")
         return found
 
     def absent(self) -> list[str]:

@@ -94,12 +94,8 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
         kind: Any = "text" if cfg.kind == "text" else "jsonl"
         found.append(replace(cfg, path=held, held_out=1.0, streaming=False, kind=kind))
     places = [Path(str(f.path)).expanduser().resolve() for f in found]
-    for i, place in enumerate(places):
-        if place in places[:i]:
-            key, fix = "held_out", "it is trained on; give another file, or a share of its rows"
-            if i < len(cfg.paths):
-                key, fix = "path", "give it once (epochs= trains on it again)"
-            raise UserError(f"data.{key}: {found[i].path} is named twice; {fix}")
+    if len({*places}) < len(places):
+        raise UserError("data.path: a file is named twice, or is data.held_out as well; leave one")
     return found
 
 
