@@ -165,7 +165,7 @@ def train(words: list[str]) -> None:
     ask for help."""
     from outrider.conf.schema import help_text, refused
     from outrider.train.launch import SAME
-    from outrider.train.runs import SCHEMAS
+    from outrider.train.runs import keys_of
 
     if not words or words[0] in HELP:
         rows = {name: about(file) for name, file in trainers().items()} | options("head")
@@ -178,10 +178,10 @@ def train(words: list[str]) -> None:
     file, head = found
     script, keys = Path(file).stem, [*head, *words]
     if HELP & {*words}:
-        print(help_text([own_words(file), SAME], script, SCHEMAS[script], keys))
+        print(help_text([own_words(file), SAME], script, keys_of(script), keys))
         return
     known = not head or (CONF / "head" / f"{name}.yaml").exists()  # a package's is heavy
-    if known and (code := refused(script, SCHEMAS[script], keys)):
+    if known and (code := refused(script, keys_of(script), keys)):
         raise SystemExit(code)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
     become(launched(file, processes, keys))

@@ -52,7 +52,7 @@ def trainer(name: str, module: str) -> Any:
     loaded."""
     set_memory()
     from outrider.conf.schema import entry
-    from outrider.train.runs import SCHEMAS
+    from outrider.train.runs import keys_of
 
     def main(cfg: Any) -> None:
         from outrider.train.loop import fit
@@ -60,7 +60,7 @@ def trainer(name: str, module: str) -> Any:
         fit(cfg)
 
     main.__module__ = module
-    return entry(name, SCHEMAS[name], more=SAME)(main)
+    return entry(name, keys_of(name), more=SAME)(main)
 
 
 def run(command: Any) -> None:

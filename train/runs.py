@@ -4,52 +4,35 @@ heads."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from outrider.conf.errors import UserError
-from outrider.heads.block.config import BlockConfig
-from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.medusa.config import HydraHeadsConfig, MedusaConfig
-from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.train.config import TrainConfig
 
-
-@dataclass(frozen=True)
-class MedusaRun(TrainConfig):
-    """A Medusa run: conf/medusa.yaml."""
-
-    head: MedusaConfig = field(default_factory=MedusaConfig)
-
-
-@dataclass(frozen=True)
-class HydraHeadsRun(TrainConfig):
-    """A run of Hydra heads: conf/hydra_heads.yaml."""
-
-    head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
-
-
-@dataclass(frozen=True)
-class EagleRun(TrainConfig):
-    """An EAGLE run: conf/eagle.yaml."""
-
-    head: EagleConfig = field(default_factory=EagleConfig)
-
-
-@dataclass(frozen=True)
-class DraftRun(TrainConfig):
-    """A run of a separate small draft model: conf/draft.yaml."""
-
-    head: SmallLMConfig = field(default_factory=SmallLMConfig)
-
-
-@dataclass(frozen=True)
-class BlockRun(TrainConfig):
-    """A run of a block head: conf/block.yaml."""
-
-    head: BlockConfig = field(default_factory=BlockConfig)
+# kind of head -> the script under train/ that trains it, by whose name conf/ has its defaults
+ENTRIES = {
+    "medusa": "medusa",
+    "hydra_heads": "hydra_heads",
+    "eagle1": "eagle",
+    "eagle3": "eagle",
+    "dflash": "block",
+    "dspark": "block",
+    "small_lm": "draft",
+}
+# script -> the keys of its heads, in heads/; head.py has those of any kind
+HEAD_KEYS = {
+    "medusa": "medusa.config:MedusaConfig",
+    "hydra_heads": "medusa.config:HydraHeadsConfig",
+    "eagle": "eagle.config:EagleConfig",
+    "block": "block.config:BlockConfig",
+    "draft": "small_lm.config:SmallLMConfig",
+    "head": "",
+}
 
 
 @dataclass(frozen=True)
@@ -70,39 +53,26 @@ class HeadRun(TrainConfig):
         return entry_of(str(kind))[1]
 
 
-# kind of head -> the script under train/ that trains it, by whose name conf/ has its defaults
-ENTRIES = {
-    "medusa": "medusa",
-    "hydra_heads": "hydra_heads",
-    "eagle1": "eagle",
-    "eagle3": "eagle",
-    "dflash": "block",
-    "dspark": "block",
-    "small_lm": "draft",
-}
-# script -> its keys
-SCHEMAS: dict[str, type[TrainConfig]] = {
-    "medusa": MedusaRun,
-    "hydra_heads": HydraHeadsRun,
-    "eagle": EagleRun,
-    "block": BlockRun,
-    "draft": DraftRun,
-    "head": HeadRun,
-}
+@functools.cache
+def keys_of(script: str) -> type[TrainConfig]:
+    """Return the keys of a script under train/."""
+    module, _, name = HEAD_KEYS[script].partition(":")
+    if not name:
+        return HeadRun
+    return _run_of(getattr(importlib.import_module(f"outrider.heads.{module}"), name))
+
+
+def _run_of(keys: Any) -> type[TrainConfig]:
+    """Return TrainConfig with these keys of a head."""
+    head = ("head", keys, field(default_factory=keys))
+    return dataclasses.make_dataclass("HeadRun", [head], bases=(TrainConfig,), frozen=True)
 
 
 def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
     """Return the script that trains any kind of head, and the schema of its keys. Raises
     UserError for a kind that nobody brings."""
     if kind in ENTRIES:
-        return ENTRIES[kind], SCHEMAS[ENTRIES[kind]]
+        return ENTRIES[kind], keys_of(ENTRIES[kind])
     from outrider.heads.registry import head_class
 
-    keys = head_class(kind).Config
-    made = dataclasses.make_dataclass(
-        HeadRun.__name__,
-        [("head", keys, field(default_factory=keys))],
-        bases=(TrainConfig,),
-        frozen=True,
-    )
-    return "head", made
+    return "head", _run_of(head_class(kind).Config)

@@ -41,7 +41,7 @@ from outrider.train.dry_run.models import Model, model_of, numbers
 from outrider.train.loop import train_step
 from outrider.train.measure import peak_bytes, peak_flops, reset_peak
 from outrider.train.run import Run
-from outrider.train.runs import EagleRun
+from outrider.train.runs import keys_of
 from outrider.train.setup import begin
 from outrider.train.signals import Stop
 
@@ -83,7 +83,7 @@ def measured(model: Model, keys: Sequence[str], steps: int) -> dict[str, Any]:
             f"steps={WARM + steps}",
             *keys,
         ]
-        cfg: Any = compose("eagle", EagleRun, [*own, f"out_dir={folder}/run"])
+        cfg: Any = compose("eagle", keys_of("eagle"), [*own, f"out_dir={folder}/run"])
         asked = ["dry_run=true", "gpus=1", *own, "head=eagle3", f"supervised={SUPERVISED}"]
         plan = plan_of(compose("validate", ValidateConfig, asked), model, cfg.head)
         with _run(cfg, model) as run:

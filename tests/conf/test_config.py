@@ -20,11 +20,11 @@ from outrider.conf.schema import CONF, check, compose, entry
 from outrider.conf.typed import default, nested_schema
 from outrider.heads.registry import head_class, kinds
 from outrider.scripts.cli import FILES, schema_of
-from outrider.train.runs import SCHEMAS
+from outrider.train.runs import HEAD_KEYS, keys_of
 
 ENTRIES: dict[str, type] = {
     Path(file).stem: schema_of(verb) for verb, (file, _) in FILES.items()
-} | SCHEMAS
+} | {name: keys_of(name) for name in HEAD_KEYS}
 
 
 def problems_of(name: str, overrides: list[str]) -> list[str]:

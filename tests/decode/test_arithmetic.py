@@ -16,7 +16,7 @@ from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common import files
 from outrider.scripts.scoring.config import EvaluateConfig
 from outrider.train.config import ValidateConfig
-from outrider.train.runs import EagleRun
+from outrider.train.runs import keys_of
 
 KEYS = ["target=tiny", "data.path=x", "out_dir=y", "steps=1"]
 
@@ -31,11 +31,11 @@ def able(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 def test_training_and_scoring_follow_the_processor(able: bool) -> None:
     wanted = "bfloat16" if able else "float32"
-    assert compose("eagle", EagleRun, KEYS).dtype == wanted
+    assert compose("eagle", keys_of("eagle"), KEYS).dtype == wanted
     assert compose("evaluate", EvaluateConfig, ["target=tiny", "out=x"]).dtype == wanted
     assert str(api.load_target("tiny").dtype) == f"torch.{wanted}"
     for given in ("bfloat16", "float32"):
-        assert compose("eagle", EagleRun, [*KEYS, f"dtype={given}"]).dtype == given
+        assert compose("eagle", keys_of("eagle"), [*KEYS, f"dtype={given}"]).dtype == given
 
 
 def test_a_gpu_computes_bfloat16(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,40 +24,44 @@ from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from outrider.heads.registry import head_class
 from outrider.train.loop import fit
-from outrider.train.runs import BlockRun, DraftRun, EagleRun, HydraHeadsRun, MedusaRun
+from outrider.train.runs import keys_of
 from tests.golden import cases
 from tests.helpers.training import chats
 
 SMALL = ["head.draft_vocab=20", "optim.lr=0.01", "optim.warmup=0"]
 TRAINED_MASK = "head.mask_token=-1"  # as the golden files have it
 RUNS: dict[str, tuple[str, type, list[str]]] = {
-    "medusa": ("medusa", MedusaRun, ["head.heads=2", "head.nodes=6", *SMALL]),
-    "markov": ("medusa", MedusaRun, ["head.heads=2", "head.nodes=6", "head.markov_rank=4", *SMALL]),
+    "medusa": ("medusa", keys_of("medusa"), ["head.heads=2", "head.nodes=6", *SMALL]),
+    "markov": (
+        "medusa",
+        keys_of("medusa"),
+        ["head.heads=2", "head.nodes=6", "head.markov_rank=4", *SMALL],
+    ),
     "hydra_heads": (
         "hydra_heads",
-        HydraHeadsRun,
+        keys_of("hydra_heads"),
         ["head.heads=2", "head.nodes=6", "head.prefix_layers=1", *SMALL],
     ),
     "eagle1": (
         "eagle",
-        EagleRun,
+        keys_of("eagle"),
         ["head=eagle1", "head.depth=3", "head.nodes=6", "head.draft_vocab=0", *SMALL[1:]],
     ),
-    "eagle3": ("eagle", EagleRun, ["head=eagle3", "head.depth=3", "head.nodes=6", *SMALL]),
-    "p_eagle": ("eagle", EagleRun, ["head=p_eagle", "head.nodes=6", TRAINED_MASK, *SMALL]),
+    "eagle3": ("eagle", keys_of("eagle"), ["head=eagle3", "head.depth=3", "head.nodes=6", *SMALL]),
+    "p_eagle": ("eagle", keys_of("eagle"), ["head=p_eagle", "head.nodes=6", TRAINED_MASK, *SMALL]),
     "small_lm": (
         "draft",
-        DraftRun,
+        keys_of("draft"),
         ["head.from_target_layers=1", "head.depth=3", "head.nodes=6", "optim.lr=0.01"],
     ),
     "dflash": (
         "block",
-        BlockRun,
+        keys_of("block"),
         ["head.block=4", "head.layers=1", "head.nodes=6", TRAINED_MASK, *SMALL],
     ),
     "dspark": (
         "block",
-        BlockRun,
+        keys_of("block"),
         ["head=dspark", "head.block=3", "head.markov_rank=4", "head.nodes=6", TRAINED_MASK, *SMALL],
     ),
 }

@@ -29,7 +29,7 @@ from outrider.heads.medusa.head import MedusaConfig, MedusaDrafter, MedusaHead
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.registry import head_class
 from outrider.train.loop import fit
-from outrider.train.runs import EagleRun
+from outrider.train.runs import keys_of
 from tests.heads.test_eagle import head_of, target_of
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, overrides, run_config
@@ -287,7 +287,7 @@ def test_a_run_fails_with_an_explanation(data: Path, tmp_path: Path, monkeypatch
         "steps=2",
         "eval.max_new_tokens=16",
     ]
-    cfg = compose("eagle", EagleRun, [o for o in small if not o.startswith("head.heads")])
+    cfg = compose("eagle", keys_of("eagle"), [o for o in small if not o.startswith("head.heads")])
     with pytest.raises(CheckFailed, match="parity.*at the first level"):
         fit(cfg, head_class("eagle3"))
     assert (tmp_path / "run" / "head" / "head.json").exists()

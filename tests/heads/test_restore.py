@@ -13,17 +13,17 @@ import pytest
 from outrider.conf.schema import compose
 from outrider.heads.registry import head_class, kinds
 from outrider.train.loop import fit
-from outrider.train.runs import BlockRun, DraftRun, EagleRun, HydraHeadsRun, MedusaRun
+from outrider.train.runs import keys_of
 from tests.helpers.training import chats, overrides
 
 RUNS: dict[str, tuple[str, type, list[str]]] = {
-    "medusa": ("medusa", MedusaRun, []),
-    "hydra_heads": ("hydra_heads", HydraHeadsRun, []),
-    "eagle1": ("eagle", EagleRun, ["head=eagle1", "head.draft_vocab=0"]),
-    "eagle3": ("eagle", EagleRun, ["head=eagle3", "head.draft_vocab=0"]),
-    "dflash": ("block", BlockRun, ["head=dflash", "head.draft_vocab=0"]),
-    "dspark": ("block", BlockRun, ["head=dspark", "head.draft_vocab=0"]),
-    "small_lm": ("draft", DraftRun, ["target.layers=2", "head.from_target_layers=1"]),
+    "medusa": ("medusa", keys_of("medusa"), []),
+    "hydra_heads": ("hydra_heads", keys_of("hydra_heads"), []),
+    "eagle1": ("eagle", keys_of("eagle"), ["head=eagle1", "head.draft_vocab=0"]),
+    "eagle3": ("eagle", keys_of("eagle"), ["head=eagle3", "head.draft_vocab=0"]),
+    "dflash": ("block", keys_of("block"), ["head=dflash", "head.draft_vocab=0"]),
+    "dspark": ("block", keys_of("block"), ["head=dspark", "head.draft_vocab=0"]),
+    "small_lm": ("draft", keys_of("draft"), ["target.layers=2", "head.from_target_layers=1"]),
 }
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "medusa with a Markov bias": ("medusa", ["head.markov_rank=3"]),

@@ -29,7 +29,7 @@ from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from outrider.heads.small_lm.head import SmallLM
 from outrider.heads.small_lm.net import chosen_layers, cut
 from outrider.train.loop import fit
-from outrider.train.runs import DraftRun
+from outrider.train.runs import keys_of
 from tests.helpers.archs import build
 from tests.helpers.decoding import texts
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
@@ -42,7 +42,7 @@ def run(folder: Path, out: Path, *more: str) -> Path:
     if not data.exists():
         chats(data)
     base = [x for x in overrides(data, out) if not x.startswith(("head.", "target.layers"))]
-    cfg = compose("draft", DraftRun, [*base, "target.layers=3", "steps=4", *more])
+    cfg = compose("draft", keys_of("draft"), [*base, "target.layers=3", "steps=4", *more])
     fit(cfg, head_class("small_lm"))
     return out
 

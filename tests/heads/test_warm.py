@@ -22,7 +22,7 @@ from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.registry import head_class, kinds
 from outrider.heads.warm import MEANING, Start
 from outrider.train.loop import fit
-from outrider.train.runs import MedusaRun
+from outrider.train.runs import keys_of
 from tests.helpers.training import chats, overrides, run, tiny_target
 
 
@@ -59,7 +59,7 @@ def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
 def starting(data: Path, out: Path, *more: str) -> tuple[Path, list[float]]:
     """A run of Medusa heads whose draft vocabulary nobody names, its losses step by step."""
     given = [key for key in overrides(data, out, *more) if key != "head.draft_vocab=0"]
-    fit(compose("medusa", MedusaRun, [*given, "log_every=1"]), head_class("medusa"))
+    fit(compose("medusa", keys_of("medusa"), [*given, "log_every=1"]), head_class("medusa"))
     return out, [line["loss"] for line in records(out / "metrics.jsonl") if "loss" in line]
 
 

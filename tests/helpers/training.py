@@ -20,7 +20,7 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.heads.batch import Batch
 from outrider.heads.registry import head_class
 from outrider.train.loop import fit
-from outrider.train.runs import MedusaRun
+from outrider.train.runs import keys_of
 from tests.helpers.chats import SENTENCE as SENTENCE
 from tests.helpers.chats import WORDS as WORDS
 from tests.helpers.chats import chats as chats
@@ -55,17 +55,17 @@ def overrides(data: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def run_config(data: Path, out: Path, *more: str) -> MedusaRun:
+def run_config(data: Path, out: Path, *more: str) -> Any:
     """The configuration of a small run of Medusa heads."""
     cfg = _composed(more)
     return replace(cfg, data=replace(cfg.data, path=str(data)), out_dir=str(out))
 
 
 @functools.cache
-def _composed(more: tuple[str, ...]) -> MedusaRun:
+def _composed(more: tuple[str, ...]) -> Any:
     """Once for each set of keys: to compose takes as long as ten steps of such a run."""
     assert not any(key.startswith(("data.path=", "out_dir=")) for key in more), more
-    return compose("medusa", MedusaRun, overrides(Path("data.jsonl"), Path("run"), *more))
+    return compose("medusa", keys_of("medusa"), overrides(Path("data.jsonl"), Path("run"), *more))
 
 
 def run(data: Path, out: Path, *more: str) -> Path:

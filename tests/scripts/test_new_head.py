@@ -17,7 +17,7 @@ from outrider.conf import packages
 from outrider.conf.schema import compose
 from outrider.heads.checkpoint import load_head
 from outrider.scripts import cli
-from outrider.train.runs import HeadRun, MedusaRun, entry_of
+from outrider.train.runs import HeadRun, entry_of, keys_of
 from tests.helpers.packages import CODE, KEYS, blocks, installed, point, write
 from tests.helpers.training import TINY, chats, tiny_target
 
@@ -115,9 +115,9 @@ def test_a_kind_of_ours_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     files = {CODE: MARK, "outrider_turn/conf/head/medusa.yaml": "kind: turn\n"}
     given = keys(tmp_path)[1:]
     with installed(tmp_path / "site", monkeypatch, files, points):
-        assert compose("medusa", MedusaRun, given).head.kind == "medusa"
+        assert compose("medusa", keys_of("medusa"), given).head.kind == "medusa"
         run = compose("head", HeadRun, ["head=medusa", *given])
-        assert type(run) is MedusaRun is entry_of("medusa")[1] and run.head.kind == "medusa"
+        assert type(run) is keys_of("medusa") is entry_of("medusa")[1] and run.head.kind == "medusa"
         assert "outrider_turn" not in sys.modules
 
 
@@ -155,7 +155,7 @@ def test_a_package_that_is_no_good_costs_a_line(
         assert said.err.startswith(message) and len(said.err.strip().splitlines()) == 1, said.err
         assert "turn" in said.err and not (tmp_path / "run").exists()
         assert command("outrider.train.head", ["--help"]) == 0, "and nobody else"
-        assert compose("medusa", MedusaRun, keys(tmp_path)[1:]).head.kind == "medusa"
+        assert compose("medusa", keys_of("medusa"), keys(tmp_path)[1:]).head.kind == "medusa"
         assert "medusa" in cli.options("head")
 
 

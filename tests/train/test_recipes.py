@@ -17,18 +17,18 @@ from outrider.decode.target import Target
 from outrider.heads import parity
 from outrider.heads.registry import head_class
 from outrider.train.config import TrainConfig
-from outrider.train.runs import DraftRun, EagleRun, HydraHeadsRun, MedusaRun
+from outrider.train.runs import keys_of
 from outrider.train.validate import ValidateConfig, head_config
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import random_batch
 
 RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
 RUNS: dict[str, tuple[str, type[TrainConfig]]] = {
-    "eagle": ("eagle", EagleRun),
-    "medusa": ("medusa", MedusaRun),
-    "hydra": ("hydra_heads", HydraHeadsRun),
-    "draft": ("draft", DraftRun),
-    "demo": ("medusa", MedusaRun),
+    "eagle": ("eagle", keys_of("eagle")),
+    "medusa": ("medusa", keys_of("medusa")),
+    "hydra": ("hydra_heads", keys_of("hydra_heads")),
+    "draft": ("draft", keys_of("draft")),
+    "demo": ("medusa", keys_of("medusa")),
 }
 ARCHITECTURES = {
     "llama31": "llama",

@@ -20,7 +20,7 @@ from outrider.scripts import cache_features
 from outrider.train import loop, setup
 from outrider.train.accelerator import check_ranks
 from outrider.train.loop import fit
-from outrider.train.runs import EagleRun, MedusaRun
+from outrider.train.runs import keys_of
 from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY
 
@@ -33,7 +33,9 @@ COMMON += [f"target.{k}={v}" for k, v in SHAPE.items()]
 def configured(data: Path, out: Path, *more: str) -> Any:
     """A run in float64 on a tiny target: of EAGLE-3 where head=eagle3 is among the overrides,
     else of Medusa."""
-    name, schema = ("eagle", EagleRun) if "head=eagle3" in more else ("medusa", MedusaRun)
+    name, schema = (
+        ("eagle", keys_of("eagle")) if "head=eagle3" in more else ("medusa", keys_of("medusa"))
+    )
     keys = "dtype=float64 batch_size=8 save_every=0 log_every=1 optim.clip=1.0 optim.lr=3e-3"
     args = [f"out_dir={out}", f"steps={STEPS}", *COMMON, *keys.split(), f"data.path={data}"]
     args += ["head.draft_vocab=0", "eval.every=0", "eval.parity=0", *more]

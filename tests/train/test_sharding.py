@@ -18,7 +18,7 @@ from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads.registry import head_class
 from outrider.train import evaluation, loop, sharding
-from outrider.train.runs import DraftRun, MedusaRun
+from outrider.train.runs import keys_of
 from tests.helpers.archs import build
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides
@@ -42,10 +42,10 @@ def saved(place: Path, arch: str, **keys: Any) -> TargetConfig:
     return TargetConfig(kind="local", path=str(place))
 
 
-def run_of(data: Path, out: Path, folder: str, *more: str) -> MedusaRun:
+def run_of(data: Path, out: Path, folder: str, *more: str) -> Any:
     keys = [k for k in overrides(data, out) if not k.startswith(("target", "data.path="))]
     given = ["target=local", f"target.path={folder}", f"data.path={data}", *keys, *more]
-    return compose("medusa", MedusaRun, given)
+    return compose("medusa", keys_of("medusa"), given)
 
 
 def test_what_is_read_as_shards_is_what_is_read_whole(data: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_needs_whole_layers_says_why(data: Path, tmp_path: Path) -> None:
     keys += ["data.cache=false", "data.held_out=0.1", "eval.every=0", "eval.parity=0"]
     given = ["target=local", f"target.path={target.path}", f"data.path={data}", "batch_size=4"]
     given += [*keys, "save_every=0", f"out_dir={tmp_path / 'run'}", "shard_target=true"]
-    cfg = compose("draft", DraftRun, given)
+    cfg = compose("draft", keys_of("draft"), given)
     assert finish(2, lambda: loop.fit(cfg, head_class("small_lm")), tmp_path / "said") == [0, 0]
     assert (
         "read whole by every rank (head.from_target_layers copies"
