@@ -194,7 +194,7 @@ def _unpacked(path: Path) -> Iterable[Item]:
     import datasets
 
     try:
-        data: Any = datasets.load_dataset("json", data_files=str(path), split="train")
+        data: Any = datasets.Dataset.from_json(str(path))
     except Exception as error:  # decompression, parsing, a package for it that is not there
         why = first_line(error.__cause__ or error)
         raise UserError(f"data.path: {path} cannot be unpacked ({why}); unpack it") from None
