@@ -146,9 +146,7 @@ def device_of(device: str) -> str:
         return ""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     problem = ""
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
-        problem = "accelerate was told to use the CPU (use_cpu); leave one out"
-    elif not count:
+    if not count:
         problem = "torch sees no GPU (`outrider doctor` says why); set device=cpu"
     elif number and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problem = (

@@ -59,7 +59,7 @@ def begin(
     measurement."""
     out, device, main = Path(cfg.out_dir), accelerator.device, accelerator.is_main_process
     target, sharding = (given[0], "") if given else _target(cfg, device)
-    rows = given[1] if given else _rows(cfg.data, target, out if main else None)
+    rows = given[1] if given else rows_of(cfg.data, target, out if main else None)
     plan = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
     checkpoint, state, notes = disk.last_state(out, accelerator)
@@ -125,7 +125,7 @@ def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
     return loaded(cfg.target, cfg.dtype, device, cfg.shard_group, copied)
 
 
-def _rows(data: DataConfig, target: Target, out: Path | None = None) -> JoinedRows:
+def rows_of(data: DataConfig, target: Target, out: Path | None = None) -> JoinedRows:
     """Return the rows of tokens, with a cache made by one rank for all; those left out are
     listed in the run folder `out`."""
     size = target.vocab_size, target.context_length
@@ -152,14 +152,6 @@ def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, 
     if ids is not None:
         head.coverage = vocab.coverage(made.counts, ids)
     return head, [made.start.give(head)] if made.start else []
-
-
-def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
-    """(target, the rows that it would train on in their order) of a run in this process
-    alone."""
-    target = load_target(cfg.target, cfg.dtype, cfg.device or None)
-    rows = _rows(cfg.data, target)
-    return target, BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
 
 def _called(accelerator: Accelerator, head: Head) -> nn.Module:

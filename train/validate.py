@@ -38,6 +38,7 @@ from outrider.conf.schema import entry
 from outrider.conf.typed import convert, raise_all
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.base import Batch, Head
@@ -48,7 +49,7 @@ from outrider.train.accelerator import device_of
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.dry_run import report
-from outrider.train.setup import first_head, prepared, resolve
+from outrider.train.setup import first_head, resolve, rows_of
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
 Fresh = Callable[..., tuple[Target, Head]]
@@ -74,10 +75,7 @@ def mask(rows: JoinedRows, plan: BatchPlan, tokenizer: Any, shown: int = 2) -> C
     and what a machine can see."""
     check = Check("loss mask")
     share = rows.totals.supervised / max(rows.loss.numel(), 1)
-    check.say(
-        f"{rows.totals.supervised:,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
-        0 < share < 1,
-    )
+    check.say(f"{rows.totals.supervised:,} of {rows.ids.numel():,} tokens supervised ({share:.0%})")
     if message := rows.supervision():
         check.say(message)
     for row in plan.train[:shown].tolist():
@@ -207,8 +205,9 @@ def main(cfg: ValidateConfig) -> int:
     kind = head_class(run.head.kind)
     device_of(cfg.device)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)
-    target, plan = prepared(run)
-    rows = plan.rows
+    target = load_target(run.target, run.dtype, run.device or None)
+    rows = rows_of(run.data, target)
+    plan = BatchPlan(rows, run.batch_size, run.data.window, run.seed, run.data.skip)
 
     facts = kind, target, rows.counts(target.vocab_size), plan.per_epoch
     checked = resolve(replace(run, start=""), *facts)  # the checks look at a fresh head

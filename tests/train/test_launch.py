@@ -93,7 +93,7 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert device_of("cuda") == "" and device_of("cuda:3") == "cuda:3"
-    for name, value in (("A", ""), ("WORLD_SIZE", "2"), ("ACCELERATE_USE_CPU", "true")):
+    for name, value in (("A", ""), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match="device: cuda:4"):
             device_of("cuda:4")

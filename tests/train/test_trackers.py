@@ -106,3 +106,11 @@ def test_a_tracker_that_is_not_installed_is_refused_first(
     with pytest.raises(UserError, match="trackers: mlflow, trackio not installed"):
         run(data, tmp_path / "run", "trackers=[mlflow,tensorboard,trackio]")
     assert not (tmp_path / "run").exists()
+
+
+def test_numbers_of_every_event_have_a_group() -> None:
+    skipped = {"event": "skipped", "rows": [3, 4], "skipped_steps": 2, "passed": True}
+    assert trackers.grouped(skipped) == {"skipped/skipped_steps": 2}
+    evaluated = {"event": "eval", "low": None, "shape": "chain", "unconditional": [0.5]}
+    assert trackers.grouped(evaluated) == {"eval/acceptance_at_1": 0.5}
+    assert trackers.grouped({"loss": 1.0}) == {"train/loss": 1.0}

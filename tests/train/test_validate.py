@@ -89,20 +89,3 @@ class DraftsNonsense(MedusaHead):
 def test_overfit_is_judged_by_the_engine(kind) -> None:
     check = validate.overfit(factory(kind, MEDUSA), [40, 41, 42], updates=120)
     assert check.passed == (kind is MedusaHead), check.lines
-
-
-def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
-    from outrider.train.data.batches import BatchPlan, JoinedRows
-
-    ids = torch.arange(3, 35, dtype=torch.int32)
-    for fill in (False, True):
-        rows = JoinedRows(
-            "x",
-            ids,
-            torch.full((32,), fill),
-            torch.tensor([0, 16, 32]),
-            torch.tensor([1, 2]),
-            torch.zeros(2, dtype=torch.bool),
-            [],
-        )
-        assert not validate.mask(rows, BatchPlan(rows, 1, 1, 0), tiny_target().tokenizer).passed

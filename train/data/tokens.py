@@ -224,7 +224,8 @@ def totals(tensors: Mapping[str, Tensor]) -> Totals:
     tokens.update(offsets.numpy().data)
     for other in (loss, offsets, held):
         whole.update(other.numpy().data)
-    supervised, tally, first = 0, torch.zeros(1 + max_of(ids), dtype=torch.int64), 0
+    size = 1 + int(ids.max()) if ids.numel() else 0
+    supervised, tally, first = 0, torch.zeros(size, dtype=torch.int64), 0
     while first < held.numel():
         last = int(torch.searchsorted(offsets, offsets[first] + COUNTED)) - 1
         rows = slice(first, first := min(max(last, first + 1), held.numel()))
@@ -235,11 +236,6 @@ def totals(tensors: Mapping[str, Tensor]) -> Totals:
         trained = ids[part][on & ~held[rows].repeat_interleave(lengths)]
         tally += torch.bincount(trained.long(), minlength=tally.numel())
     return Totals(supervised, tally.numel() - 1, whole.hexdigest(), tokens.hexdigest(), tally)
-
-
-def max_of(ids: Tensor) -> int:
-    """Return the largest token id, -1 without tokens."""
-    return int(ids.max()) if ids.numel() else -1
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ tiny."""
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import json
 from dataclasses import dataclass
@@ -89,10 +88,9 @@ def model_of(cfg: TargetConfig) -> Model:
     if cfg.kind == "hub":
         if found := shipped().get(cfg.name.lower()):
             return found
-        near = difflib.get_close_matches(cfg.name.lower(), shipped(), 3, 0.0)
         raise UserError(
             f"target.name: the config of {cfg.name} is not here; give its folder by target=local "
-            f"target.path=FOLDER, or choose {', '.join(shipped()[name].name for name in near)}"
+            f"target.path=FOLDER, or choose {', '.join(one.name for one in shipped().values())}"
         )
     path = Path(cfg.path).expanduser() / "config.json"
     try:

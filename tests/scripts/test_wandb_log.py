@@ -1,4 +1,4 @@
-"""What a run and a report give to wandb, by a stand-in for the package (tests/test_network.py has
+"""What a report gives to wandb, by a stand-in for the package (tests/test_network.py has
 the library itself)."""
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from outrider.conf.jsonl import records
 from outrider.scripts import evaluate
-from outrider.train.trackers import grouped
 from tests.helpers.commands import code_of
-from tests.helpers.training import TINY, run
+from tests.helpers.training import TINY
 
 
 class Wandb(types.ModuleType):
@@ -55,16 +53,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
     return fake
 
 
-def test_charts_of_a_run(data: Path, tmp_path: Path, wandb: Wandb) -> None:
-    keys = ["eval.every=3", "eval.prompts=2", "eval.max_new_tokens=8", "eval.parity=2"]
-    out = run(data, tmp_path / "run", "wandb=offline", "data.held_out=0.4", *keys)
-    names = {key for _, line in wandb.lines for key in line}
-    assert {"train/loss", "train/lr", "eval/accepted_length", "eval/acceptance_at_1"} <= names
-    assert {"train/tokens_per_second", "train/share_head"} <= names
-    assert all(key.startswith(("train/", "eval/", "end/", "start/", "parity/")) for key in names)
-    assert [line for line in records(out / "metrics.jsonl") if line.get("event") == "eval"]
-
-
 def test_an_evaluation_shows_scores_and_the_best(tmp_path: Path, wandb: Wandb) -> None:
     out, prompts = tmp_path / "report", tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": 1, "category": "a", "turns": ["abc abc abc"]}\n')
@@ -89,11 +77,3 @@ def test_trouble_with_wandb_costs_a_report_one_line(
     to_wandb({"settings": {}}, tmp_path, "online", "p")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("wandb") and line.endswith(f"the report is in {tmp_path}")
-
-
-def test_numbers_of_every_event_have_a_group() -> None:
-    skipped = {"event": "skipped", "rows": [3, 4], "skipped_steps": 2, "passed": True}
-    assert grouped(skipped) == {"skipped/skipped_steps": 2}
-    evaluated = {"event": "eval", "low": None, "shape": "chain", "unconditional": [0.5]}
-    assert grouped(evaluated) == {"eval/acceptance_at_1": 0.5}
-    assert grouped({"loss": 1.0}) == {"train/loss": 1.0}
