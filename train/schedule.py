@@ -9,10 +9,8 @@ from outrider.train.config import OptimConfig
 
 def learning_rate(step: int, steps: int, cfg: OptimConfig) -> float:
     """Return the rate of update number `step` (0-based) of `steps`: linear warm-up, then
-    cosine, linear or constant. Raises ValueError where the peak is still open.
-    """
-    if cfg.lr is None:
-        raise ValueError("optim.lr: is to be chosen by the target's width first")
+    cosine, linear or constant."""
+    assert cfg.lr is not None, "chosen by the target's width before"
     warm = round(cfg.warmup * steps)
     if step < warm:
         return cfg.lr * (step + 1) / (warm + 1)

@@ -31,6 +31,7 @@ from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
+from outrider.train.data.tokens import PASSED
 from outrider.train.features.store import Source, free_layers
 from outrider.train.log import Log
 from outrider.train.measure import Flops, is_no_memory, profiler
@@ -282,8 +283,7 @@ def facts_of(
     held = int(rows.held.sum())
     supervised = rows.totals.supervised
     facts = {
-        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
-        + "frozen",
+        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, frozen",
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
         f"{rows.ids.numel():,} tokens, {supervised:,} supervised "
         f"({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out"
@@ -304,10 +304,12 @@ def facts_of(
             else "WARNING: no end of a turn is supervised: name it as eos_token_id in the target's "
             "generation_config.json"
         )
+    passed = sorted((k, n) for k, n in rows.counted.items() if k.startswith(PASSED))
+    if passed:
+        named = (f"{k.removeprefix(PASSED)} in {n:,} rows" for k, n in passed[:9])
+        facts["keys not read"] = ", ".join(named)
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
-    for problem in rows.bad[:5]:
-        facts[f"left out {len(facts)}"] = problem
     return facts
 
 

@@ -194,3 +194,13 @@ def test_what_ends_a_turn_is_joined_and_said(
     monkeypatch.setattr("outrider.decode.models.facts.eos_ids", lambda *_: (9,))
     run(data, tmp_path / "none", "steps=1", "data.held_out=0")
     assert "WARNING: no end of a turn is supervised" in capsys.readouterr().err
+
+
+def test_keys_of_a_row_that_nobody_reads_are_counted_in_the_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{**GOOD, "context": "x"}, {**GOOD, "context": "y", "id": 3, "weight": 1}, GOOD, GOOD]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(path, tmp_path / "run", "steps=1", "data.held_out=0")
+    assert "keys not read: context in 2 rows, id in 1 rows" in capsys.readouterr().err

@@ -60,6 +60,7 @@ UNREAD = (
     *("documents", "images", "image", "videos", "video", "audios", "audio"),
     *("functions", "function_call", "chat_template_kwargs"),
 )
+READ = {*CHATS, *SYSTEM, *LEARNED, *UNREAD, "text", "input_ids", "tools", "complete"}  # of a row
 Item = tuple[int, Any]  # number and content of a row: a line of JSONL, or a record
 
 
@@ -80,7 +81,8 @@ class ChatRow:
     they are, of which `loss` are supervised. complete: the last answer reached its end. tools:
     functions that the chat offers, for the template. dropped: turns of the assistant's before
     the first question, which are left out. last_only: only the last answer is supervised.
-    unlearned: which of the assistant's turns are not, as they say themselves.
+    unlearned: which of the assistant's turns are not, as they say themselves. passed: keys
+    that were not read.
     """
 
     where: str
@@ -91,6 +93,7 @@ class ChatRow:
     dropped: int = 0
     last_only: bool = False
     unlearned: frozenset[int] = frozenset()
+    passed: frozenset[str] = frozenset()
     ids: list[int] | None = None
     loss: list[bool] = field(default_factory=list)
 
@@ -202,6 +205,7 @@ def interpret(record: Any, where: str) -> ChatRow:
         dropped=dropped,
         last_only=logged,
         unlearned=frozenset(i for i, on in enumerate(said) if not on),
+        passed=frozenset(key for key in record if key not in READ),
     )
 
 

@@ -48,6 +48,7 @@ TURNS = ("turns", "shown", "supervised")
 DROPPED = "before the first question dropped"
 HIDDEN = "without their reasoning, which the chat template cuts off (data.turns=rows trains on it)"
 UNLEARNED = "not learned, as their weight says"
+PASSED = "key "  # before the name of one that was not read
 
 
 class Totals(NamedTuple):
@@ -101,6 +102,7 @@ class Work:
             held = share(row) < self.held_out
             part.counted[DROPPED] += row.dropped
             part.counted[UNLEARNED] += len(row.unlearned)
+            part.counted.update(PASSED + key[:40] for key in row.passed)
             for ids, loss, turns, hidden in found:
                 part.ids.extend(ids)
                 part.loss += bytes(loss)
