@@ -120,10 +120,15 @@ def spread(command: Any) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from outrider.train.accelerator import launched
+
+    told = {f"ACCELERATE_{name.upper()}": value for name, value in launched().items() if value}
+    os.environ.update(told)  # to the processes, whose parent has other words
     code = 0
     try:
         devices(here(args), args.cpu or args.use_cpu)
         follow()
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         multi_gpu_launcher(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -85,10 +85,6 @@ class Log:
             f"{found['tokens_per_second']:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"
         )
 
-    def close(self) -> None:
-        """Close the trackers."""
-        self.trackers.finish()
-
 
 def _forget_after(path: Path, state: State) -> None:
     """Drop the metrics of steps and evaluations that the resumed run will do again, and a line

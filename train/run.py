@@ -141,9 +141,9 @@ class Run:
         return self.last or bool(every and self.state.step % every == 0)
 
     def close(self) -> None:
-        """Wait for the save in flight, end the feed, and leave the terminal tidy."""
+        """Wait for the save in flight, end the feed, the trace and the trackers."""
         self.feed.close()
         if self.profile is not None:
             self.profile.stop()
         self.saver.close()
-        self.log.close()
+        self.log.trackers.finish()

@@ -71,13 +71,20 @@ def test_accelerate_trains_with_the_processes_asked_for_and_a_signal_saves_them(
     assert outcome(out, 400) == outcome(whole, 400)
 
 
-@pytest.mark.parametrize("more", [(), ("--multi_gpu", "--num_machines", "1")])
-def test_a_mistake_under_accelerate_is_one_line(more: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "keys", "wanted"),
+    [
+        ((), ("data.path=none.jsonl",), "data.path: no such file"),
+        (("--gradient_accumulation_steps", "4"), (), "accelerate's settings: gradient_acc"),
+        (("--multi_gpu", "--num_machines", "1"), ("batch_size=7",), "batch_size: 7 "),
+    ],
+)
+def test_a_mistake_under_accelerate_is_one_line(
+    more: tuple[str, ...], keys: tuple[str, ...], wanted: str, tmp_path: Path
+) -> None:
     """Also where accelerate itself is the launcher of several processes, as with GPUs."""
-    keys = ("batch_size=7",) if more else ()
-    data = chats(tmp_path / "data.jsonl") if more else tmp_path / "none.jsonl"
+    data = chats(tmp_path / "data.jsonl")
     child = start(data, tmp_path / "run", *LAUNCH, *more, keys=keys)
     said = child.communicate(timeout=100)[1].splitlines()
-    wanted = "batch_size: 7 " if more else "data.path: no such file"
     assert child.returncode and said[-1].startswith(f"error: {wanted}"), said
     assert sum("rror" in line for line in said) == 1, said

@@ -205,7 +205,7 @@ def interpret(record: Any, where: str) -> ChatRow:
         dropped=dropped,
         last_only=logged,
         unlearned=frozenset(i for i, on in enumerate(said) if not on),
-        passed=frozenset(key for key in record if key not in READ),
+        passed=frozenset(key for key, v in record.items() if key not in READ and v is not None),
     )
 
 

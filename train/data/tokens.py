@@ -41,7 +41,6 @@ CHUNK = 256  # rows that a process gets at a time
 SECONDS = 5.0  # of work after which further processes are worth their start
 COUNTED = 1 << 20  # tokens counted at a time
 COLUMNS = ("ids", "loss", "offsets", "lines", "held")  # what there is of rows, see JoinedRows
-TOLD = 20_000  # rows between two words of progress
 # What is counted of the assistant's turns, and what the header tells of those that are not
 # trained on as they stand in the data.
 TURNS = ("turns", "shown", "supervised")
@@ -195,7 +194,7 @@ def gathered(
         held += part.held
         bad += part.bad
         counted.update(part.counted)
-        if rows // TOLD < (rows := rows + part.rows) // TOLD:
+        if rows // 20_000 < (rows := rows + part.rows) // 20_000:
             told = f"{name}: {rows:,} rows read, {offsets[-1]:,} tokens"
             print(told, file=sys.stderr, flush=True)
     tensors = {
