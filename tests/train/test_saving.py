@@ -16,7 +16,7 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import checkpoint as heads_checkpoint
 from outrider.train import checkpoint as disk
-from outrider.train import evaluation, loop
+from outrider.train import evaluation, loop, setup
 from outrider.train.checkpoint import Snapshot
 from outrider.train.measure import is_no_memory
 from outrider.train.run import Run
@@ -139,6 +139,19 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
     assert all(digest(out / name) == digest(whole / name) for name in ("best", "head"))
+
+
+def test_a_signal_before_the_first_step_ends_the_run_at_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal came before")
+
+    monkeypatch.setattr(setup, "load_rows", read)
+    with pytest.raises(Interrupted, match="stopped at step 0, nothing to save yet") as caught:
+        run(data, tmp_path / "run")
+    assert caught.value.code == 75
 
 
 def test_a_lack_of_memory_is_told_from_a_bug() -> None:
