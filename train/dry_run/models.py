@@ -90,7 +90,7 @@ def model_of(cfg: TargetConfig) -> Model:
             return found
         raise UserError(
             f"target.name: the config of {cfg.name} is not here; give its folder by target=local "
-            f"target.path=FOLDER, or choose {', '.join(one.name for one in shipped().values())}"
+            f"target.path=FOLDER, or choose one of {Path(__file__).parent / 'models'}"
         )
     path = Path(cfg.path).expanduser() / "config.json"
     try:
