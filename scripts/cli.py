@@ -104,9 +104,9 @@ def schema_of(verb: str) -> type:
 
 def trainers() -> dict[str, str]:
     """Return the file of every training entry point, by its name."""
-    from outrider.train.runs import SCHEMAS
+    from outrider.train.runs import HEAD_KEYS
 
-    return {name: f"train/{name}.py" for name in SCHEMAS}
+    return {name: f"train/{name}.py" for name in HEAD_KEYS}
 
 
 def options(group: str) -> dict[str, str]:

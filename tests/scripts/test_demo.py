@@ -12,7 +12,7 @@ from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import compose
 from outrider.scripts import cli, demo
 from outrider.scripts.common.prompts import load_prompts
-from outrider.train.runs import SCHEMAS
+from outrider.train.runs import keys_of
 
 
 def test_its_steps_are_commands_that_compose() -> None:
@@ -22,7 +22,7 @@ def test_its_steps_are_commands_that_compose() -> None:
             if verb == "train":
                 file, head = cli.trainer(words[0]) or ("", [])
                 words = [*head, *words[1:]]
-                name, schema = Path(file).stem, SCHEMAS[Path(file).stem]
+                name, schema = Path(file).stem, keys_of(Path(file).stem)
             else:
                 name, schema = verb, cli.schema_of(verb)
             compose(name, schema, words)
