@@ -146,10 +146,10 @@ def profiler(window: list[int], done: int, out: Path) -> torch.profiler.profile 
     first, last = window or (0, 0)
     if done >= last:
         return None
-    wait = max(0, first - 1 - done)
-    found = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=wait, warmup=0, active=last - done - wait, repeat=1),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(out / "profile"), None, True),
-    )
+    before = max(0, first - 1 - done)
+    spans = {"wait": max(0, before - 1), "warmup": min(1, before), "active": last - done - before}
+    plan = torch.profiler.schedule(**spans, repeat=1)
+    handler = torch.profiler.tensorboard_trace_handler(str(out / "profile"), None, True)
+    found = torch.profiler.profile(schedule=plan, on_trace_ready=handler)
     found.start()
     return found
