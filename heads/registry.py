@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING
 
 from outrider.conf import packages
-from outrider.conf.errors import UserError
+from outrider.conf.errors import UserError, first_line
 from outrider.conf.words import left
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
         raise UserError(f"{where}: unknown kind of head {kind[:80]!r}; known: {known}")
     from outrider.heads.base import Head, HeadConfig
 
-    made = package.point.load()
+    try:
+        made = package.point.load()
+    except (Exception, SystemExit) as error:  # another's code
+        raise package.wrong(f"cannot be imported ({first_line(error)})") from error
     if not (isinstance(made, type) and issubclass(made, Head)):
         raise package.wrong(f"names {package.point.value}, which is no subclass of heads.base.Head")
     if made.kind != kind:
