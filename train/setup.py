@@ -32,7 +32,7 @@ from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.tokens import PASSED
-from outrider.train.features.store import Source, free_layers
+from outrider.train.features.store import Source
 from outrider.train.log import Log
 from outrider.train.measure import Flops, is_no_memory, profiler
 from outrider.train.metrics import Clock
@@ -76,8 +76,6 @@ def begin(
     source = Source(target, head)
     if cfg.data.features:
         source.open(cfg.data.features, cfg.dtype, cfg.target.quantize, rows)
-        if not cfg.eval.every and not cfg.eval.parity:
-            free_layers(target)
     meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning}
     if made.start:
         meaning["start_sha256"] = made.start.sha256

@@ -27,7 +27,7 @@ from outrider.train.data.load import load_rows
 from outrider.train.features import store
 from outrider.train.features import writer as feature_writer
 from outrider.train.features.config import CacheConfig
-from outrider.train.features.store import CachedTarget, FeatureStore, Freed, Source, free_layers
+from outrider.train.features.store import CachedTarget, FeatureStore
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
 from tests.helpers.faults import launcher, wait
@@ -185,24 +185,12 @@ def test_a_coarser_store_is_another_meaning(data: Path, tmp_path: Path) -> None:
         run(data, tmp_path / "run", "steps=2", f"data.features={tmp_path / 'f'}")
 
 
-def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(
-    data: Path, tmp_path: Path
-) -> None:
-    writer = written(data, tmp_path / "f")
+def test_evaluation_keeps_the_layers(data: Path, tmp_path: Path) -> None:
+    written(data, tmp_path / "f")
     out = tmp_path / "run"
     small = ("steps=2", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=4")
     run(data, out, f"data.features={tmp_path / 'f'}", *small)
     assert read_card(out / "head")["head"]["calibration"]
-    target = tiny_target(**SHAPE)
-    head = head_for("medusa", target, writer.rows.counts(260))
-    source = Source(target, head)
-    source.open(str(tmp_path / "f"), "float32", "none", writer.rows)
-    free_layers(target)
-    assert any(isinstance(m, Freed) for m in target.body.modules())
-    assert source.store and sum(p.numel() for p in target.model.parameters()) == 2 * 260 * 32 + 32
-    ids = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="freed"):
-        target.features(ids, ids.bool(), (4,))
 
 
 def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode.models.shards import layer_stacks
 from outrider.decode.target import Target
 from outrider.heads.base import Batch, Head
 from outrider.train.data.batches import JoinedRows
@@ -155,22 +154,6 @@ class CachedTarget:
         for b, (row, size) in enumerate(self._places):
             out[b, :size] = self._store.row(row, taps).to(out.dtype)
         return out
-
-
-class Freed(nn.Module):
-    """Stands where a layer was."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeError: without its layers the target has no features but the stored
-        ones."""
-        raise RuntimeError("the target's layers were freed because data.features was given")
-
-
-def free_layers(target: Target) -> None:
-    """Drop the stacked layers of a target's body, keep embedding, norms and LM head."""
-    for name, _ in layer_stacks(target.model):
-        parent, _, last = name.rpartition(".")
-        setattr(target.body.get_submodule(parent), last, nn.ModuleList([Freed()]))
 
 
 class Source:
