@@ -211,11 +211,10 @@ def main(cfg: ValidateConfig) -> int:
 
     facts = kind, target, rows.counts(target.vocab_size), plan.per_epoch
     checked = resolve(replace(run, start=""), *facts)  # the checks look at a fresh head
-    notes, settled = checked.notes, checked.cfg
-    if run.start:  # what the run says of the weights that it starts from
-        made = resolve(run, *facts)
-        notes = [*made.notes, *first_head(made, kind, target)[1]]
-    for note in notes:
+    settled = checked.cfg
+    if run.start:  # refused here where its weights have no place
+        first_head(resolve(run, *facts), kind, target)
+    for note in checked.notes:
         print(f"     {note}", flush=True)
 
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:

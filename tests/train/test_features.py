@@ -22,7 +22,7 @@ from outrider.heads.checkpoint import read_card
 from outrider.heads.registry import head_class
 from outrider.scripts import cache_features
 from outrider.train.config import TrainConfig
-from outrider.train.data.batches import JoinedRows
+from outrider.train.data.batches import JoinedRows, grouped
 from outrider.train.data.load import load_rows
 from outrider.train.features import store
 from outrider.train.features import writer as feature_writer
@@ -142,7 +142,7 @@ def test_what_is_stored_is_what_the_target_gave_bit_for_bit(data: Path, tmp_path
     store, rows = opened(writer), writer.rows
     for number in range(len(writer.bounds) - 1):
         order = torch.arange(writer.bounds[number], writer.bounds[number + 1])
-        for part in writer._batches(order[rows.lengths[order].argsort(stable=True)]):
+        for part in grouped(order, rows.lengths, 0, writer.cfg.batch_tokens):
             batch = rows.batch(part)
             found = writer.target.features(batch.ids, batch.mask, writer.taps)
             read = CachedTarget(writer.target, store, batch).features(

@@ -307,16 +307,20 @@ class BatchPlan:
 def held_out_batches(
     rows: JoinedRows, limit: int, size: int = 8, tokens: int = 0
 ) -> Iterator[Batch]:
-    """Up to `limit` held-out rows, sorted by length, at most `size` at a time and at most so
-    many padded tokens (0 = no limit; one row in any case)."""
+    """Up to `limit` held-out rows, in batches as `grouped` makes them."""
     chosen = rows.held.nonzero()[:limit, 0]
-    chosen = chosen[rows.lengths[chosen].argsort(stable=True)]
+    return map(rows.batch, grouped(chosen, rows.lengths, size, tokens))
+
+
+def grouped(rows: Tensor, lengths: Tensor, size: int, tokens: int) -> Iterator[list[int]]:
+    """Yield rows by rising length, at most `size` at a time (0 = any number) and at most so many
+    padded tokens (0 = any number; one row in any case). lengths: of all rows."""
     part: list[int] = []
-    for row in chosen.tolist():
-        full = tokens and int(rows.lengths[row]) * (len(part) + 1) > tokens
+    for row in rows[lengths[rows].argsort(stable=True)].tolist():
+        full = tokens and int(lengths[row]) * (len(part) + 1) > tokens
         if part and (len(part) == size or full):
-            yield rows.batch(part)
+            yield part
             part = []
         part.append(row)
     if part:
-        yield rows.batch(part)
+        yield part

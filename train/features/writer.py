@@ -19,7 +19,7 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.load import torch_dtype
 from outrider.decode.target import Target
 from outrider.heads.registry import head_class
-from outrider.train.data.batches import JoinedRows
+from outrider.train.data.batches import JoinedRows, grouped
 from outrider.train.features.config import CacheConfig
 from outrider.train.features.store import MANIFEST, computed_in, identity_of, shard_path
 
@@ -132,14 +132,11 @@ class FeatureWriter:
         target here; within a shard rows of similar length share one."""
         for number in shards:
             first, last = self.bounds[number : number + 2]
-            for part in self._batches(first + self.rows.lengths[first:last].argsort(stable=True)):
+            some, lengths = torch.arange(first, last), self.rows.lengths
+            for part in grouped(some, lengths, 0, self.cfg.batch_tokens):
                 batch = self.rows.batch(part).to(self.target.device)
                 found = self.target.features(batch.ids, batch.mask, self.taps).cpu()
-                lengths = self.rows.lengths[part].tolist()
-                yield from (
-                    (row, found[b, :n])
-                    for b, (row, n) in enumerate(zip(part, lengths, strict=True))
-                )
+                yield from ((row, found[b, : int(lengths[row])]) for b, row in enumerate(part))
 
     def shard(self, number: int, states: Iterator[tuple[int, Tensor]]) -> Iterator[int]:
         """Write a shard; yields tokens as they are done. states: its rows with their hidden
@@ -169,14 +166,3 @@ class FeatureWriter:
             raise UserError(
                 f"{path}: cannot be written ({error}); free space, then start the same command"
             ) from None
-
-    def _batches(self, order: Tensor) -> Iterator[list[int]]:
-        """Yield rows sorted by length, as many as batch_tokens hold with their padding."""
-        part: list[int] = []
-        for row in order.tolist():
-            if part and int(self.rows.lengths[row]) * (len(part) + 1) > self.cfg.batch_tokens:
-                yield part
-                part = []
-            part.append(row)
-        if part:
-            yield part
