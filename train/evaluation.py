@@ -30,8 +30,6 @@ from outrider.train.data.batches import JoinedRows, held_out_batches
 from outrider.train.run import Run
 from outrider.train.signals import Stop
 
-RESULT = "parity.json"
-
 
 class _Requested(Exception):
     """A signal came while prompts were being decoded."""
@@ -179,7 +177,7 @@ def gate(run: Run) -> None:
     Rank 0 does it alone, unless the target is sharded over the ranks. A gate that this step
     has passed is not run again. Raises CheckFailed when they disagree.
     """
-    keys, result, step = run.cfg.eval, run.out / RESULT, run.state.step
+    keys, result, step = run.cfg.eval, run.out / "parity.json", run.state.step
     if run.target.sharded:
         run.accelerator.wait_for_everyone()  # head/ is written, and no rank has written a result
     if not keys.parity or not (run.target.sharded or run.main) or _passed(result, step):
