@@ -11,22 +11,8 @@ from outrider.decode.models.tokenizers import specials
 
 UNBOUNDED = 2**31 - 1
 
-# What a generation_config may ask for that changes the text: keys of decode.sampling, what leaves
-# the text as it is at 1, and what does so at 0 or empty.
+# What a generation_config may ask for that is a key of decode.sampling.
 OURS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-AT_ONE = (
-    *("repetition_penalty", "temperature", "top_p", "typical_p", "encoder_repetition_penalty"),
-    *("num_beams", "num_beam_groups", "length_penalty", "guidance_scale"),
-)
-AT_NOTHING = (
-    *("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-    *("min_length", "min_new_tokens", "diversity_penalty", "top_h", "dola_layers", "penalty_alpha"),
-    *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "sequence_bias", "constraints"),
-    *("force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "stop_strings"),
-    *("exponential_decay_length_penalty", "watermarking_config", "token_healing"),
-    *("remove_invalid_values", "renormalize_logits"),
-)
-SHOWN = 40  # letters of a value in a note
 # How Phi-3-128k, Phi-3.5 and Phi-4-mini name theirs; "su" in Microsoft's own files.
 LONGROPE = ("longrope", "su")
 ORIGINAL = "original_max_position_embeddings"  # where the first range of longrope is written
@@ -100,22 +86,13 @@ def _template_end(tokenizer: Any) -> list[int]:
 
 
 def ignored(model: Any, sampling: Any) -> dict[str, Any]:
-    """Return what the model's generation_config asks for and a run under `sampling`
-    (decode.sampling.Sampling) does not apply.
-
-    Name -> value, fit for JSON; our own keys first. Without do_sample its temperature and
-    truncation mean nothing.
-    """
-    config = getattr(model, "generation_config", None)
-    requested = {} if config is None else vars(config)
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys((*OURS, *AT_ONE, *AT_NOTHING)):
-        value = requested.get(name)
-        if name in OURS[1:] and not requested.get("do_sample"):
-            continue
-        if value and value != getattr(sampling, name, int(name in AT_ONE)):
-            found[name] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+    """Return what of decode.sampling's keys the model's generation_config asks for and a run under
+    `sampling` does not apply, by name. Without do_sample its temperature and truncation mean
+    nothing."""
+    requested = vars(getattr(model, "generation_config", None) or object)
+    names = OURS if requested.get("do_sample") else OURS[:1]
+    given = {name: requested.get(name) for name in names}
+    return {k: value for k, value in given.items() if value and value != getattr(sampling, k)}
 
 
 class LoadedTarget(Protocol):
@@ -134,11 +111,10 @@ def notes(target: LoadedTarget, sampling: Any) -> list[str]:
     lines = []
     requested = ignored(target.model, sampling)
     if requested:
-        ours = [f"{name}={value}" for name, value in requested.items() if name in OURS]
-        what = ", ".join(f"{name}={str(value)[:SHOWN]}" for name, value in requested.items())
-        remedy = f": set {' '.join(ours)} to make them part of the distribution" if ours else ""
+        what = " ".join(f"{name}={value}" for name, value in requested.items())
         lines.append(
-            f"target: its generation_config asks for {what}, which this run does not apply{remedy}"
+            f"target: its generation_config asks for {what}, which this run does not apply: set "
+            "them to make them part of the distribution"
         )
     longest = positions(target.config)
     if target.context_length < longest:

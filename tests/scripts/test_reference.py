@@ -162,6 +162,6 @@ def test_what_the_model_asks_for_is_said_in_one_line() -> None:
         "top_k": 20,
     }
     (line,) = facts.notes(target, Sampling())
-    assert "repetition_penalty=1.05, temperature=0.7, top_k=20" in line
+    assert "repetition_penalty=1.05 temperature=0.7 top_k=20" in line
     same = Sampling(0.7, 20, repetition_penalty=1.05)
     assert facts.ignored(target.model, same) == {} and facts.notes(target, same) == []
