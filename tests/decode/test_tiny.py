@@ -16,7 +16,8 @@ from outrider.decode.models.identity import (
     sha256_weights,
 )
 from outrider.decode.models.load import TargetConfig, load_target, load_tokenizer, torch_dtype
-from outrider.decode.models.tiny import CHATML_WITH_SPANS, FIRST_BYTE, byte_tokenizer, tiny_model
+from outrider.decode.models.tiny import FIRST_BYTE, byte_tokenizer, tiny_model
+from tests.helpers.chats import CHATML_WITH_SPANS
 
 TINY = TargetConfig(kind="tiny")
 TOKENIZER = byte_tokenizer(300)
@@ -61,8 +62,6 @@ def test_models_are_pure_functions_of_their_arguments(arch: str) -> None:
     "change, key",
     [
         ({"vocab": 200}, "target.vocab"),
-        ({"heads": 5}, "target.hidden"),
-        ({"kv_heads": 3}, "target.kv_heads"),
         ({"arch": "nope"}, "target.arch"),
         ({"layers": 0}, "target.layers"),
         ({"kind": "cloud"}, "target.kind"),

@@ -7,6 +7,14 @@ from pathlib import Path
 
 SENTENCE = "the rider goes ahead of a slow horse and looks back along the road"
 WORDS = SENTENCE.split()
+# decode.models.tiny.CHATML with the assistant's spans marked for `return_assistant_tokens_mask`.
+CHATML_WITH_SPANS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def chats(path: Path, rows: int = 48, times: int = 1) -> Path:

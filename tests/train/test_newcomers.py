@@ -15,12 +15,13 @@ from tokenizers.processors import TemplateProcessing
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.facts import eos_ids
-from outrider.decode.models.tiny import CHATML_WITH_SPANS, byte_tokenizer
+from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads.checkpoint import read_card
 from outrider.train.data.batches import JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.setup import fitting
+from tests.helpers.chats import CHATML_WITH_SPANS
 from tests.helpers.training import chats, run, tiny_target
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.data.rows import BadRow, Encoded, RowReading, encode, interpret
+from tests.helpers.chats import CHATML_WITH_SPANS
 
 EOS = frozenset({2})
 START, END = "<|im_start|>", "<|im_end|>"

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import parse_line
-from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.passes import Limits
 from outrider.train.data.rows import BadRow, ChatRow, RowReading, encode, interpret
+from tests.helpers.chats import CHATML_WITH_SPANS
 from tests.helpers.malformed import BAD, good
 from tests.helpers.training import chats
 
