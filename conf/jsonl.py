@@ -39,7 +39,7 @@ def is_whole(text: str) -> bool:
 
 
 def parse_line(line: bytes) -> Any:
-    """Return one JSON value. Raises ValueError in words for a user."""
+    """Return one JSON value. Raises ValueError with a message for a user."""
     if len(line) > MAX_LINE:
         raise ValueError(f"line of {len(line)} bytes (limit {MAX_LINE})")
     try:

@@ -6,7 +6,7 @@
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
 
 pydantic checks them; a rule about several keys at once
-stands in the dataclass's `validate`.
+is in the dataclass's `validate`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def longest_answer(request: Request, index: int, target: Room) -> int:
     )
     if wrong is not None:
         raise UserError(
-            f"request {index}: token {wrong} lies outside the target's vocabulary "
+            f"request {index}: token {wrong} is outside the target's vocabulary "
             f"0..{vocab - 1}; "
             "tokenize the prompt with the target's own tokenizer"
         )
@@ -176,7 +176,7 @@ def _malformed(tree: DraftTree, vocab_size: int) -> Iterator[Problem]:
         yield drawn, tokens, "token {value} is sampled, without the proposal it was drawn from"
     elif proposal.replacement:
         twin = twin & ~drawn[:, :, None] & ~drawn[:, None]
-    yield twin.any(-1), tokens, "token {value} stands twice among its siblings"
+    yield twin.any(-1), tokens, "token {value} occurs twice among its siblings"
     if proposal is None or tree.sampled is None:
         return
     probs, row, last = proposal.probs, proposal.row, proposal.probs.shape[1] - 1

@@ -21,7 +21,7 @@ def on_cpu(tensor: Tensor) -> bool:
 
 def send(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
     """Return values of the host as a tensor on `device`, without waiting for it: a copy from pinned
-    memory stands in line with the work before it."""
+    memory waits for the work before it."""
     found = values if isinstance(values, Tensor) else torch.tensor(values)
     if found.device == device:
         return found

@@ -1,6 +1,6 @@
 """What a drafter is, and the one that proposes nothing. Others that need no training are n-gram
 (prompt lookup, decode/ngram.py) and a separate model (decode/draft_model.py); decode/adaptive.py
-stands around another one. Trained heads stand in heads/.
+wraps another one. Trained heads are in heads/.
 
 A drafter sees committed tokens and the target features that predicted them, and proposes a
 DraftTree. Whatever a drafter does, the output distribution is the target's: a broken one only

@@ -40,7 +40,7 @@ OnTokens = Callable[[int, list[int], list[bool]], None]
 Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
 LEFT = "left"  # how a generation ends whose request was taken away
-LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for
+LEAST_LOGPROB = -9999.0  # in place of -inf, which JSON cannot write
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Engine:
         while engine.busy:
             ended = engine.step()
 
-    A row's tokens are the same whoever joins or leaves beside it: random numbers are addressed by
-    the request's id. After an exception of `step` the engine is broken: throw it away.
+    A row's tokens are the same whichever rows join or leave: random numbers are addressed by the
+    request's id. After an exception of `step` the engine is broken: throw it away.
 
     verify: the accept rule (scripts/certify.py runs known wrong ones). eos_ids: the target's where
     None. coins(seed, request ids [B], cycles [B]) makes the random numbers of one cycle; an

@@ -120,7 +120,7 @@ def static(
 ) -> DraftTree:
     """Chains and static trees. sampling: what is drawn under, None: nothing is, the children
     of a node are its most probable tokens. Where a distribution has run out of tokens the next best
-    one stands in as a deterministic candidate."""
+    one is used as a deterministic candidate."""
     ids, count, device = source.draft_ids(), budget.shape[0], source.device
     tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
     drawn, all_probs = torch.ones_like(tokens, dtype=torch.bool), list[Tensor]()
@@ -171,7 +171,7 @@ def siblings(
         if len(places) < len(ranks):
             some.scatter_(2, place, 0.0)
     # A distribution without mass gives some place without. One of NaN counts as drawn from,
-    # wherever its NaN stands: then the tree is refused.
+    # wherever its NaN is: then the tree is refused.
     there = ~(torch.cat(masses, 1) <= 0)
     if not devices.on_cpu(probs) or not bool(there.all()):
         there[:, :parents] |= probs.sum(2, keepdim=True).isnan()[:, order]

@@ -11,7 +11,7 @@ names.
    on the drafter, by less than the third question can see.
 
 What depends on the length of a text must show in a short probe: windows are made four
-tokens wide meanwhile, so that one row lies beyond two windows and one does not.
+tokens wide meanwhile, so that one row is longer than two windows and one does not.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class _Script:
         room = target.context_length - DEEPEST
         lengths = [max(1, min(length, room)) for length in PROMPTS]
         # Three tokens over and over, as text repeats itself: sparse attention that ranks its
-        # keys meets ties.
+        # keys has ties.
         self.prompts = list(_ids(target, 3).repeat(sum(lengths))[: sum(lengths)].split(lengths))
         # the tokens of row 1's padding nodes are never read
         self.last, self.tokens = _ids(target, 2), _ids(target, 2, 5).flip(1)

@@ -44,7 +44,7 @@ class Siblings(NamedTuple):
 
     p: [.., S] float, the target's distribution after each slot. q: [.., S] float64, what
     the sampled children were drawn from, before earlier siblings were taken out; 0 where
-    none was drawn. column: [.., C] int64, where in S the token of each child stands; of a
+    none was drawn. column: [.., C] int64, where in S the token of each child is; of a
     child that is not there, or whose token has no probability, a column that is 0 by its
     turn. scale: [.., C] float64, 1 / what is left of q's mass by then, 0: deterministic.
     q_token: [.., C] float64, q_j(x_j), infinite where the child could not be drawn.

@@ -234,7 +234,7 @@ class Distribution:
         return support
 
     def read(self, rows: Tensor, slots: Tensor) -> tuple[Support, Tensor]:
-        """As `at`, for slots that may turn out to lead nowhere: which [R] bool have no distribution
+        """As `at`, for slots that may have no continuation: which [R] bool have no distribution
         is returned, not recorded (`miss`)."""
         scores = self.logits[rows, slots]
         if self.sampling.uses_history:

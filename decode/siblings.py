@@ -118,7 +118,7 @@ def _read(
     assert proposal is not None and tree.sampled is not None
     support, undefined = distribution.read(found.rows, found.slots)
     # What a draft holds may be anything where it is padding, and where it is refused later. A child
-    # that is not there stands where its first sibling has left nothing.
+    # that does not exist is placed where its first sibling has left nothing.
     tokens = tree.tokens.take(found.nodes).clamp_(0, distribution.vocab_size - 1)
     if ranks > 1:
         tokens = torch.where(valid, tokens, tokens[:, :1])
@@ -126,7 +126,7 @@ def _read(
     if proposal.vocab is not None:
         beside = torch.arange(ranks, device=valid.device) + proposal.vocab.numel()
         place = torch.where(known, place, beside)
-    # All sampled siblings share one distribution. Deterministic ones need none, and what stands in
+    # All sampled siblings share one distribution. Deterministic ones need none, and what is in
     # their place is never looked at.
     sampled = tree.sampled.take(found.nodes) & valid
     row = proposal.row.take(found.nodes).masked_fill_(~sampled, 0).amax(1)

@@ -29,7 +29,7 @@ MOST_PROBABLE = Sampling()
 class Union:
     """Drafts of all `parts`, the first of which draws where T > 0. See decode.drafters.Drafter.
 
-    Each is told what it would be told alone: tokens, and of the features those of its own taps.
+    Each gets what it would get alone: tokens, and of the features those of its own taps.
     """
 
     kind, shape = "union", "tree"
@@ -114,7 +114,7 @@ def _merged(parts: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]
     for place, node in enumerate(nodes):
         number.setdefault(node, place)
     for part in parts[1:]:
-        here: list[int] = []  # where each of its nodes stands now
+        here: list[int] = []  # where each of its nodes is now
         for token, above in part:
             node = (token, here[above] if above >= 0 else -1)
             here.append(number.setdefault(node, len(nodes)))

@@ -177,7 +177,7 @@ def _verdict(tree: DraftTree, end: Tensor, bonus: Tensor) -> Verdict:
 
 @dataclass(frozen=True)
 class HostVerdict:
-    """A verdict as the host knows it, and what it stands for on the device.
+    """A verdict on the host, and its tensors on the device.
 
     path: [B, D], length: [B] as in Verdict, on the host. proposed: [B] levels drafted. emitted:
     [B][D + 1] the path's tokens, then the bonus token, then padding; tokens: the same on the

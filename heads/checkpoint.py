@@ -50,7 +50,7 @@ class WeightsFile:
 
 @dataclass
 class Card:
-    """What stands in head.json. head: by the kind's own types (heads.saved). extra: free."""
+    """The contents of head.json. head: by the kind's own types (heads.saved). extra: free."""
 
     format: int
     kind: str

@@ -44,7 +44,7 @@ class LossWeights:
     tv: NotNegative = 0.0
     # minus the logarithm of the acceptance rate
     lk: NotNegative = 0.0
-    # where the target's distribution teaches a draft vocabulary: token = the data's token lies
+    # where the target's distribution teaches a draft vocabulary: token = the data's token is
     # inside, argmax = the target's most probable one does (needs the whole LM head), all =
     # everywhere
     mask: Mask = "token"

@@ -127,7 +127,7 @@ def drafter_folders(draft: DraftSpec) -> list[Path]:
         place = None if folder is None else folder.resolve()
         if place in found:
             raise UserError(
-                f"drafters: {draft}: {part.source} stands there twice; join different drafters"
+                f"drafters: {draft}: {part.source} is given twice; join different drafters"
             )
         found.append(place)
     return [place for place in found if place is not None]

@@ -20,7 +20,7 @@ from outrider.conf.errors import UserError, first_line
 from outrider.conf.paths import REPOSITORY
 from outrider.heads.names import CARD, HUB, parse
 
-HEAD = "head"  # the folder of a repository in which a head lies beside an engine's files
+HEAD = "head"  # the folder of a repository that holds a head beside an engine's files
 OWN = [f"{HEAD}/*.json", f"{HEAD}/*.safetensors", CARD, "head.safetensors"]
 SERVED = ["*.json", "*.safetensors", "*.md"]
 LIBRARY = "outrider"

@@ -107,7 +107,7 @@ def split(spec: str) -> tuple[str, list[str]]:
 def parse(spec: str) -> DraftSpec:
     """Read what `spec` asks for.
 
-    Raises UserError, one line with the fix, for an option that is unknown, stands in another's
+    Raises UserError, one line with the fix, for an option that is unknown, is in another's
     place or cannot be had of this source, and for a union of what cannot be joined."""
     names = members(spec)
     if len(names) > 1:

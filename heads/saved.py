@@ -1,4 +1,4 @@
-"""What of a head stands in its folder: its weights, and in head.json what rebuilds it,
+"""What a head's folder holds: its weights, and in head.json what rebuilds it,
 every value checked before anything of its size is made."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Saved:
 
 
 class Stored(nn.Module):
-    """What of a head stands in its folder: its weights, and in head.json what rebuilds it.
+    """What a head's folder holds: its weights, and in head.json what rebuilds it.
     Saved: what head.json says, as types. kind, cfg, coverage, calibration: see
     heads.base.Head."""
 

@@ -90,7 +90,7 @@ def _as_json(
 
 @dataclass
 class Calibration:
-    """What `measure` found, as a file tells it. positions: that were measured. teacher_forced:
+    """What `measure` found, as a file holds it. positions: that were measured. teacher_forced:
     accepted length of a chain there."""
 
     positions: Size = 0
@@ -125,7 +125,7 @@ def problems(calibration: dict[str, Any], levels: int, vocabulary: int) -> list[
 
 
 def assumed(depth: int, nodes: int = NODES, alike: bool = False) -> dict[str, Any]:
-    """Return what stands in for the calibration of a head that nobody has measured: published
+    """Return the calibration of a head that was not measured: published
     acceptance, falling off geometrically over ranks. alike: every level is accepted as the
     first, for a language model's distribution does not depend on the level."""
     table = []

@@ -20,7 +20,7 @@ from outrider.heads import vocab
 
 class Teacher(NamedTuple):
     """The target's distribution of m tokens over a draft vocabulary. probs: [m, Vd],
-    renormalised there. raw_probs: [m, Vd], as the target gives them; the rest lies outside.
+    renormalised there. raw_probs: [m, Vd], as the target gives them; the rest is outside.
     usable: [m] bool, there is something to learn from."""
 
     probs: Tensor
@@ -48,7 +48,7 @@ def target_distribution(
     vocabulary, or over all V tokens. feats: [N, D], output of the target after its final
     norm. source: [n] int64, the row of feats that predicts token j. ids: [Vd] int64
     ascending draft vocabulary, None for all. place: [n] int64, where the token of the data
-    stands in it, -1 outside. mask: which tokens are taught, see losses.LossWeights
+    is in it, -1 outside. mask: which tokens are taught, see losses.LossWeights
     ("argmax", of all rows, is EAGLE-3's). top_k: keep only so many most probable tokens of
     the distribution (HASS); 0 = all."""
     weight, bias = rows

@@ -79,7 +79,7 @@ class Tuned:
         return [f"{k}: holds settings of a {s.shape}" for k, s in of_shape if s and s.shape != k]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what stands in decode.json."""
+        """Return the contents of decode.json."""
         shapes = {"best": self.best, "chain": self.chain, "tree": self.tree}
         given = {name: shape.to_json() if shape else None for name, shape in shapes.items()}
         return {k: v for k, v in {**self.__dict__, **given}.items() if v is not None}
@@ -94,7 +94,7 @@ class Tuned:
 
 
 def card_sha256(folder: Path) -> str:
-    """Return what tells one head in `folder` from another: the hash that its card states;
+    """Return what identifies the head in `folder`: the hash that its card states;
     of an ordinary model the hash of its weights. "" for folders that hold neither."""
     try:
         if not (folder / CARD).is_file():

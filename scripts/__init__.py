@@ -8,7 +8,7 @@ page it draws, and leaves whole files or none.
 Where things go: the entry point stays short and hands over to its room (`scoring/`,
 `tuning/`, `data/`, `certificate/`, `exporting/` for other engines,
 `serve_http/` for the page of our own server, `reports/`); `common/` is what several rooms need. A
-configuration that a room reads lies in that room's config.py, so that no room imports its own
+configuration that a room reads is in that room's config.py, so that no room imports its own
 command. Rooms import train, heads, decode and conf; nothing imports scripts. cli.py is the command
 `outrider`, which runs these files; api.py is for Python.
 """

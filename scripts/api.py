@@ -9,8 +9,8 @@
         print(piece.text, end="", flush=True)
     print(answer.token_ids, answer.accepted_length, answer.tokens_per_second)
 
-It stands here because training and decoding meet nowhere else: imports point from scripts to
-train to heads to decode.
+It is here because only scripts/ may import both training and decoding: imports point from scripts
+to train to heads to decode.
 """
 
 from __future__ import annotations

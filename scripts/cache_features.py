@@ -9,7 +9,7 @@ no target.
 With base_url= a serving engine captures the states (scripts/data/captured.py) and no layer of the
 target is loaded here but the lowest ones, which check it.
 
-Bytes and free space are told before anything is written; the processes of a launch share the
+Bytes and free space are printed before anything is written; the processes of a launch share the
 work. Stopped or killed: the same command writes what is missing; target, data, dtype and taps
 must then be the same. Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by Ctrl-C or
 a signal (start it again).
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# scripts/ stands first and would shadow libraries
+# scripts/ is first on sys.path and would shadow libraries
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 

@@ -5,7 +5,7 @@
 Asks it the prompts of expected.json and compares answers, drafted and accepted tokens. A
 server in 16 bits may part where the target's two best logits lie near each other: such
 answers are compared up to there, and are no fault unless they are more than 16 bits explain.
-Exit code 1: it does not, with the place where it parts. scripts/exporting/contract.py tells
+Exit code 1: it does not, with the place where it differs. scripts/exporting/contract.py says
 what the file holds.
 """
 

@@ -1,4 +1,4 @@
-"""What stands in the way of training on this machine: versions, torch's build, GPUs, the attention
+"""What prevents training on this machine: versions, torch's build, GPUs, the attention
 kernel that a run takes, memory and disk.
 
     outrider doctor

@@ -270,7 +270,7 @@ class Decoder(threading.Thread):
             self._turn.notify()
 
     def close(self) -> None:
-        """End now: what still runs or waits is told so."""
+        """End now; what still runs or waits gets an error."""
         with self._turn:
             self._closing = True
             self._turn.notify()

@@ -85,7 +85,7 @@ def check_ranks(batch_size: int, shard_group: int, world: int) -> None:
 
 
 def on_processors(device: str) -> bool:
-    """Return whether Accelerate is told to leave GPUs alone: by device=cpu, and for several
+    """Return whether Accelerate is configured to leave GPUs alone: by device=cpu, and for several
     processes where torch sees none, since each would be alone. device: as the key of that
     name."""
     several = get_cpu_distributed_information().world_size > 1

@@ -44,7 +44,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system wi
 
 @dataclass
 class State:
-    """Where a run stands. step: updates done. evaluated: step of the last evaluation. best:
+    """The state of a run. step: updates done. evaluated: step of the last evaluation. best:
     {step, accepted_length}.
 
     window: sums since the last line of metrics. meaning: what the run learns, see
@@ -362,7 +362,7 @@ def locked(folder: Path) -> Iterator[None]:
             raise UserError(
                 f"out_dir: another run is writing to {folder}; wait for it or choose another folder"
             ) from None
-        said = f"out_dir: {folder} lies on a file system without locks; start no second run there"
+        said = f"out_dir: {folder} is on a file system without locks; start no second run there"
         print(said, file=sys.stderr, flush=True)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The typed configuration of a training run. conf/*.yaml fills it; a doc line stands above
+"""The typed configuration of a training run. conf/*.yaml fills it; a doc line is above
 every key.
 
-A key that does not change what is learned stands in LOGISTICS of train/resuming.py as well.
+A key that does not change what is learned is in LOGISTICS of train/resuming.py as well.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class TrainConfig(AutoDtype):
     # stop at this many steps in a row whose loss or gradient is not finite; fewer make no update;
     # 1 = stop at the first
     bad_steps: OneOrMore = 8
-    # [FROM,TO]: record these steps, counted from 1, with torch.profiler; the trace lies in
+    # [FROM,TO]: record these steps, counted from 1, with torch.profiler; the trace is in
     # OUT/profile
     profile: list[int] = field(default_factory=list)
     # where metrics go beside metrics.jsonl: wandb, tensorboard, mlflow, trackio
@@ -180,7 +180,7 @@ class TrainConfig(AutoDtype):
         if not (1 <= first <= last < first + 100 or not self.profile):
             found.append(
                 f"profile: {self.profile} is no [FROM,TO]; give two steps, counted from 1, and not "
-                "over 100 of them: a larger trace opens nowhere"
+                "over 100 of them: no viewer opens a larger trace"
             )
         return found
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# train/ stands first and would shadow libraries
+# train/ is first on sys.path and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.train import launch

@@ -9,7 +9,7 @@ tokens, and their count (heads/base.py):
     step:  g = sum over micro-batches and ranks of grad forward(batch, target).sum,
            w <- AdamW(w, g / sum of forward(batch, target).count)
 
-The step stands in train/loop.py (train_step); train/medusa.py, eagle.py, hydra_heads.py,
+The step is in train/loop.py (train_step); train/medusa.py, eagle.py, hydra_heads.py,
 block.py and draft.py each train one family, and open with its formula.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# train/ stands first and would shadow libraries
+# train/ is first on sys.path and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.train import launch

@@ -41,7 +41,7 @@ from outrider.train.trackers import check_installed
 
 
 def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
-    """Train a head as `cfg` says, resuming what lies in cfg.out_dir. kind: its class, None:
+    """Train a head as `cfg` says, resuming what is in cfg.out_dir. kind: its class, None:
     that of cfg.head.kind.
 
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 # Dense bfloat16 matrix products with float32 sums, TFLOP/s, without sparsity, as the makers'
 # data sheets give them. The first name that is a part of the device's counts, so a variant
-# stands before its family.
+# comes before its family.
 PEAKS = (
     *(("GB200", 2500.0), ("B200", 2250.0), ("GH200", 989.4), ("H200", 989.4)),
     *(("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.4), ("H800", 989.4)),

@@ -1,5 +1,5 @@
 """What a step adds up to, what the ranks tell each other of it, where its time goes, and
-what a run tells of it.
+what a run reports of it.
 """
 
 from __future__ import annotations

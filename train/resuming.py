@@ -53,13 +53,13 @@ def meaning_of(keys: dict[str, Any], target: Target, rows: JoinedRows) -> dict[s
     hashes = {f"target.{k}": v for k, v in identity.items() if k.endswith("sha256")}
     files = {f"data.sha256.{i}": file.sha256 for i, file in enumerate(rows.files)}
     if isinstance(keys["data.held_out"], str):
-        files["data.held_out"] = "a file"  # known by its hash, wherever it lies
+        files["data.held_out"] = "a file"  # known by its hash, wherever it is
     found = {**keys, **hashes, "data.sha256": rows.totals.sha256, **files}
     return json.loads(json.dumps(found))
 
 
 def identity_of(out: Path, meaning: dict[str, Any]) -> str:
-    """Return what tells runs apart for a tracker: the folder, and what is learned from which
+    """Return what identifies a run for a tracker: the folder, and what is learned from which
     target and data. Keys that may follow when a run is resumed do not count."""
     kept = {k: v for k, v in meaning.items() if not is_logistics(k) and k not in REPLANNED}
     place = str(out.expanduser().resolve())

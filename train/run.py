@@ -33,10 +33,10 @@ from outrider.train.signals import Stop
 @dataclass
 class Run:
     """A run between its first step and its last. What of it decides the next step: state,
-    plan, rows, head, optimizer; everything else watches, keeps or tells.
+    plan, rows, head, optimizer; everything else watches, keeps or reports.
 
     head: what is trained. model: the head as it is called, wrapped in DDP on several ranks.
-    source: what the head's forward gets as its target. state: where the run stands.
+    source: what the head's forward gets as its target. state: the state of the run.
     """
 
     cfg: TrainConfig

@@ -1,7 +1,7 @@
-"""Before the first step: target, data, head, optimizer, and what lies in the run folder.
+"""Before the first step: target, data, head, optimizer, and what is in the run folder.
 
 `resolve` is the one place where the configuration of a run is completed: what a command
-line leaves open follows from the target, the data and the run that lies in the folder. A
+line leaves open follows from the target, the data and the run that is in the folder. A
 configuration is frozen, and nothing changes one afterwards: what the header prints is what
 the checkpoints hold and what every later line reads.
 """
@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from outrider.conf.disk import check_space
 from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
@@ -55,7 +56,7 @@ def begin(
     stop: Stop,
     given: tuple[Target, JoinedRows] | None = None,
 ) -> Run:
-    """Load target and data, make the head, resume what lies in the run folder, say what
+    """Load target and data, make the head, resume what is in the run folder, say what
     follows. given: target and rows in place of those that the keys name, for a
     measurement."""
     out, device, main = Path(cfg.out_dir), accelerator.device, accelerator.is_main_process
@@ -85,6 +86,7 @@ def begin(
         notes.append(f"resuming {out} at step {state.step} of {cfg.steps}")
         notes += [f"changed, which is allowed: {line}" for line in changes]
     state.meaning = meaning
+    _check_space(out, head, cfg.keep)
 
     log, clock = _log(cfg, main, state), Clock(device)
     facts = facts_of(cfg, target, plan, head, accelerator.num_processes)
@@ -101,6 +103,15 @@ def begin(
     saver = disk.Saver(out, cfg.keep, accelerator, state.step or -1)
     profile = profiler(cfg.profile, state.step, out) if main else None
     return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile)
+
+
+def _check_space(out: Path, head: Head, keep: int) -> None:
+    """Raise UserError where the disk does not hold what the run keeps at one time: checkpoints
+    with AdamW's two moments, one more while it is written, and two heads."""
+    parts = [p.numel() * p.element_size() for p in head.parameters()]
+    learned = sum(p.numel() * 8 for p in head.parameters() if p.requires_grad)
+    need = (keep + 1) * (sum(parts) + learned) + 2 * sum(parts)
+    check_space("out_dir", out, need, "give another folder, or lower keep")
 
 
 def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
@@ -333,7 +344,7 @@ def is_peer_gone(error: BaseException) -> bool:
 
 
 def explained(error: Exception, world: int, out: str) -> UserError | Interrupted | None:
-    """Return an error of a library that is no bug here, in words for the user; None for any
+    """Return an error of a library that is no bug here, as one line for the user; None for any
     other. world: number of processes. out: the run folder."""
     if is_no_memory(error):
         return UserError(
@@ -346,7 +357,7 @@ def explained(error: Exception, world: int, out: str) -> UserError | Interrupted
             f"num_processes: two of {world} processes have the same GPU; give one for each GPU"
         )
     said = (
-        f"one of {world} processes is gone: what it said stands above, or it was killed, often for "
+        f"one of {world} processes is gone: what it said is above, or it was killed, often for "
         f"lack of memory; the same command goes on with the last checkpoint of {out}"
     )
     return Interrupted(said, code=1, everywhere=True) if is_peer_gone(error) else None

@@ -36,7 +36,7 @@ def loaded(
 
     Each rank keeps its own part of every layer's weights as it reads them, and the target
     comes back sharded, unless something needs the layers whole (`_needs_whole`): it then
-    lies on the CPU, for shard_target once the head was made. group: as in shard_target.
+    is on the CPU, for shard_target once the head was made. group: as in shard_target.
     copied: the head copies layers of it. Raises UserError for one process.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:

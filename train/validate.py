@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# train/ stands first and would shadow libraries
+# train/ is first on sys.path and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.train import launch

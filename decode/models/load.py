@@ -146,7 +146,7 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
             # where it is installed, has another template and other hashes.
             mistral_format=False,
         )
-    except Exception as e:  # of many kinds, all of them about what lies in the folder
+    except Exception as e:  # of many kinds, all of them about the files in the folder
         raise UserError(f"target: no usable tokenizer in {folder} ({first_line(e)})") from e
 
 
@@ -318,7 +318,7 @@ def _pretrained(
 def _quantized(
     cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device
 ) -> dict[str, Any]:
-    """Return what transformers is told of a quantised target."""
+    """Return transformers' arguments for a quantised target."""
     if quantize.stored(folder) == quantize.MXFP4:
         return {"quantization_config": quantize.unpacked(cfg.quantize)}
     if cfg.quantize == quantize.NONE:

@@ -1,4 +1,4 @@
-"""How much memory decoding will take, told before anything is loaded: weights, cache, tree.
+"""Predicts how much memory decoding takes, before anything is loaded: weights, cache, tree.
 
 The weights' bytes come from the headers of the safetensors files, the cache's from the model's
 configuration, the tree's from its logits and the distribution made of them. Attention's own scratch

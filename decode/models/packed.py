@@ -1,6 +1,6 @@
 """bfloat16 weights of linear layers in the order that a CPU's kernels read, while a target decodes.
 
-torch hands a weight to oneDNN as it lies, and the kernel puts it in order again at every call. Put
+torch hands a weight to oneDNN as it is, and the kernel puts it in order again at every call. Put
 in order once, the same kernel gives the same numbers in less time: on one thread plain decoding of
 SmolLM2-135M is 1.6 times as fast. In other dtypes, on other devices and on CPUs without
 instructions for bfloat16 nothing is packed.

@@ -100,7 +100,7 @@ class Shards:
                 os.environ[IN_TURN] = before
 
     def take(self, stub: nn.Parameter) -> Tensor:
-        """Return the part of the weight that an empty one stands for, given away. Raises
+        """Return the part of the weight that an empty one replaces, given away. Raises
         LookupError for one that was never read."""
         return self._parts.pop(id(stub))[1]
 

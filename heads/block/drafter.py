@@ -38,7 +38,7 @@ class BlockDrafter(LayeredDrafter):
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: feature i stands before token
+        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: feature i is that before token
         i."""
         if feats is None:
             raise ValueError("a block head drafts from the target's features; none were given")

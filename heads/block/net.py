@@ -160,7 +160,7 @@ def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor) -> Tensor:
 def look_back(net: BlockNet, feats: Tensor, embedded: Tensor) -> None:
     """Let the attention of a fresh block head look back, in place. A mask must find the
     anchor and the newest feature before it can guess better than by frequency, and random
-    attention spreads over the whole text: here head d starts by reading what stands d
+    attention spreads over the whole text: here head d starts by reading what is d
     positions before, as far as rotary positions tell it apart. Nothing is added to the
     network: it is one direction that all keys share. feats: [N, F, D] of some text.
     embedded: [N, D] rows of the target's table."""

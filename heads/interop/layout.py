@@ -100,7 +100,7 @@ def with_map(head: Head, tensors: dict[str, Tensor], size: int) -> dict[str, Ten
 
 def layer_fields(layer: dict[str, Any], target: Target, dtype: str) -> dict[str, Any]:
     """Return keys of a LlamaConfig for layers of the shape `layer`
-    (heads.layers.shape.layer_config). The rotary base stands there twice: old engines read
+    (heads.layers.shape.layer_config). The rotary base is there twice: old engines read
     rope_theta and rope_scaling."""
     rope, eos = dict(layer["rope_parameters"]), list(target.eos_ids)
     scaled = {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -296,7 +296,7 @@ def depth_in(config: dict[str, Any], most: int) -> int | None:
 
 def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
     """Return how many positions the layers look back over, None: over all. As in engines,
-    layer_types decides: `sliding_window` alone stands in many configs and means nothing.
+    layer_types decides: `sliding_window` alone is in many configs and means nothing.
 
     Raises UserError for a window of no whole number above 0, and for layers that differ."""
     where, kinds = foreign.folder / "config.json", config.get("layer_types")

@@ -181,7 +181,7 @@ class _Bounded(gguf.GGUFReader):
 
 
 def read_gguf(path: Path, with_tensors: bool = True) -> GgufFile:
-    """Return keys, and tensors unless told otherwise.
+    """Return keys, and tensors by default.
 
     Raises UserError in one line for a file that is missing, cut off or not sound."""
     try:

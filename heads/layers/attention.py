@@ -329,7 +329,7 @@ def _side_by_side(x: Tensor) -> Tensor:
 
 
 def _flash_settings(layout: PassLayout, scale: float) -> dict[str, Any]:
-    """Return what both passes of flash attention are told by name; of a window the
+    """Return the named arguments of both passes of flash attention; of a window the
     positions before and behind a row's own."""
     window = {"window_size_left": layout.window - 1, "window_size_right": 0}
     return {"scale": scale, **(window if layout.window else {})}

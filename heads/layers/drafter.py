@@ -173,7 +173,7 @@ class LayeredDrafter(CachedNet, Drafting):
         raise TypeError("a subclass defines it")
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        """Append rows; what they hold comes with observe. Makes room where reset was told of
+        """Append rows; what they hold comes with observe. Makes room where reset was given
         less."""
         have, need = len(self.lengths), len(self.lengths) + len(prompts)
         if need > self.h.shape[0]:

@@ -51,6 +51,6 @@ def objection(token: int, target: Target, counts: Tensor | None) -> str:
 
 
 def check(token: int, target: Target, counts: Tensor | None) -> None:
-    """Raise UserError unless a token of `target` stands in no text. counts: see `objection`."""
+    """Raise UserError unless a token of `target` occurs in no text. counts: see `objection`."""
     if why := objection(token, target, counts):
         raise UserError(f"head.mask_token: {why}; give a reserved token that no text has, or -1")

@@ -19,7 +19,7 @@ from outrider.heads.layers.attention import PassLayout
 
 @dataclass(frozen=True)
 class Plan(Movable):
-    """Where everything stands. steps: S.
+    """Where every part is. steps: S.
 
     flat: [n] int64 flat positions of the supervised tokens that some row can predict.
     valid: [S, n] bool, which of the rows that predict them exist. spot: [S, n] int64, these

@@ -1,4 +1,4 @@
-"""The shape of draft layers: after a target and the keys of a head, and as a file tells it,
+"""The shape of draft layers: from a target and the keys of a head, and as a file gives it,
 every value checked before anything of its size is made.
 """
 
@@ -92,7 +92,7 @@ def _first(config: Any, *names: str, default: Any) -> Any:
 
 @dataclass
 class LayerShape:
-    """What layer_config gives, as a file tells it: the keys of a LlamaConfig that shape draft
+    """What layer_config gives, as a file holds it: the keys of a LlamaConfig that shape draft
     layers.
 
     rope_parameters: as transformers names them, by rope_type."""

@@ -123,7 +123,7 @@ class ParallelHead(Head):
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
         """Compute the hidden states [K, n, D] of head k for supervised token j, read from
-        feats [B * T, D] at flat position reads[k, j]; one that does not exist stands for
+        feats [B * T, D] at flat position reads[k, j]; one that does not exist means
         any."""
         raise TypeError(f"{type(self).__name__} must define states")
 

@@ -53,7 +53,7 @@ MODEL = "model.safetensors"
 
 @dataclass(kw_only=True)
 class SmallLMSaved(Saved):
-    """What stands in the card. model: its transformers config. layers: those of the target
+    """The contents of the card. model: its transformers config. layers: those of the target
     it was cut from, [] for another model. merged: whether its LoRA is in the weights.
     draft_ids: the draft vocabulary, [] for the whole one."""
 

@@ -1,7 +1,7 @@
 """Walk every branch of drafting and verification, many at once, and add up the exact
 distribution of what comes out.
 
-`Branches` stands in for decode.rng.Rng, and the code under test runs unchanged. scripts/certify.py
+`Branches` replaces decode.rng.Rng, and the code under test runs unchanged. scripts/certify.py
 uses it, and the tests, which do the same for the whole decode loop.
 
 Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.

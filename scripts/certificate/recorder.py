@@ -1,7 +1,7 @@
 """Watch verification from inside the decode loop: every emitted token with the very logits it was
 verified against.
 
-A recorder stands in the place of the rule, lets the rule decide and notes what it decided. A test
+A recorder wraps the rule, lets the rule decide and notes what it decided. A test
 of the rule on these logits is free of rounding in the model: the distribution that was owed and the
 token that came out are those of one pass.
 

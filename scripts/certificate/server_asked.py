@@ -3,8 +3,8 @@ answers the model's, do they depend on how many are asked for together? (server_
 the tests.)
 
 Short answers are asked for, one and several at a time, at two temperatures. Then every
-answer goes back as a prompt, one at a time, and the server tells the model's likeliest
-tokens at every place: nothing is drafted there, and nothing of this repository's stands in
+answer goes back as a prompt, one at a time, and the server returns the model's likeliest
+tokens at every place: nothing is drafted there, and nothing of this repository's is in
 for the model.
 """
 
@@ -67,7 +67,7 @@ class _Collected:
 def judged(plan: ServerPlan, on_progress: OnProgress) -> dict[str, Any]:
     """Ask and judge: what certificate.json holds.
 
-    Raises UserError for a server that cannot be asked, or that tells no log-probabilities.
+    Raises UserError for a server that cannot be asked, or that returns no log-probabilities.
     """
     began = time.monotonic()
     collected, about = asyncio.run(_ask(plan, on_progress))
@@ -147,7 +147,7 @@ async def _waves(
 
 def _stop(server: Endpoint, answers: Sequence[JudgedAnswer]) -> tuple[int, ...]:
     """Return the commonest token so far, at which untruncated answers are to end: of vLLM
-    alone it is known that the token stands in the answer."""
+    alone it is known that the token is in the answer."""
     seen = Counter(token for answer in answers for token in answer.tokens)
     return tuple(token for token, _ in seen.most_common(1)) if server.kind == VLLM else ()
 

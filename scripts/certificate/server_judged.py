@@ -80,7 +80,7 @@ def _line(
     p: float,
     apart: dict[int, float],
 ) -> str:
-    """Return the verdict in words. apart: p by requests at a time, where it depends on these."""
+    """Return the verdict as text. apart: p by requests at a time, where it depends on these."""
     requested = " and ".join(f"{heat['requested']:g}" for heat in heats) or "nothing"
     levels = ", ".join(f"{n:g}" for n in np.unique(known.of("level"))) or "none"
     lead = f"{len(known.most):,} tokens at temperature {requested}, {levels} at a time"

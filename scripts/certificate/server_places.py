@@ -2,8 +2,8 @@
 distribution.
 
 A token among them is, given that it is among them, a draw from their probabilities to the power 1 /
-temperature, divided by their sum: whatever lies beyond them, and whether the server cut it off or
-not. How often a token lies beyond them is bounded.
+temperature, divided by their sum: whatever is beyond them, and whether the server cut it off or
+not. How often a token is beyond them is bounded.
 
 Shape letters: N tokens, n of them among the likeliest, K tokens of a distribution.
 """
@@ -53,10 +53,10 @@ class JudgedAnswer:
 class Places:
     """Of tokens that are among the likeliest ones of their places [n]: logs: [n, K]
     log-probabilities at the temperature asked for, given that, the likeliest first, -inf where
-    there is none; ids: [n, K], -1 there; own: index of the token; answer, place: where it stands.
+    there is none; ids: [n, K], -1 there; own: index of the token; answer, place: where it is.
 
     Of all tokens [N]: whole: the answer; beyond: not among the likeliest; most: how probable that
-    was at most. ignored: truncations beyond which an answer's very first token lies, asked for by
+    was at most. ignored: truncations beyond which an answer's very first token is, asked for by
     itself: there the server cuts nothing off.
     """
 
@@ -79,7 +79,7 @@ class Places:
 
 
 class _Place(NamedTuple):
-    """kept: the tokens that any truncation leaves; at: where the answer's own stands there, -1
+    """kept: the tokens that any truncation leaves; at: where the answer's own is there, -1
     beyond. most: how probable it is at most that it is beyond all that a truncation may leave;
     beyond: it is, by more than rounding. ends: the truncation ends among the likeliest."""
 
@@ -91,7 +91,7 @@ class _Place(NamedTuple):
 
 
 def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
-    """Return where every token stands. best: how many likeliest tokens every row holds at
+    """Return where every token is. best: how many likeliest tokens every row holds at
     least; a row may hold the text's own token besides."""
     fewest = min((answer.level for answer in answers), default=1)
     read = [[_place(a, i, best) for i in range(len(a.tokens))] for a in answers]

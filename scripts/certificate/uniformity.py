@@ -5,7 +5,7 @@ A biased decoder moves mass along an order of the tokens: towards the likelier o
 rarer ones, the lower ids. Where it moves a mass d past one point of the order, the total
 variation is d, and the transforms up to that point are as many as a binomial variable of
 probability x + d says, where x is right. The Kolmogorov-Smirnov test rejects as soon as
-their share lies further from x than sqrt(ln(2 / alpha) / 2n), the first term of its
+their share is further from x than sqrt(ln(2 / alpha) / 2n), the first term of its
 p-value, and the share's standard deviation is 1 / sqrt(4n) at most: so d is seen with
 probability SURE from n = (`_reach` / d)^2 on.
 """

@@ -21,12 +21,12 @@ LONGEST = 30
 DEMO = ROOT / "scripts" / "prompts" / "demo.jsonl"
 # outside references: transformers' own loops
 GENERATE = "hf_generate"
-ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers decodes with it
+ASSISTED = "hf_assisted"  # comes before the name of a draft: transformers decodes with it
 
 
 def labels(names: Sequence[str]) -> list[str]:
     """/data/runs/medusa/head@tree -> medusa@tree, hf_assisted@runs/draft -> hf_assisted@draft;
-    names that would be told by the same label stay whole."""
+    names that would get the same label stay whole."""
     found = [label(name) for name in names]
     return [
         name if found.count(short) > 1 else short for name, short in zip(names, found, strict=True)
@@ -63,7 +63,7 @@ def wrong_drafter(name: str) -> str:
 
 def wrong_address(name: str) -> str:
     """Return what is wrong with the address of a running server, "" for a sound one and for
-    any other name. What may be a password is not told, for it would be printed."""
+    any other name. What may be a password is left out, for it would be printed."""
     server = SERVER.fullmatch(name)
     if server is None:
         return ""
@@ -80,7 +80,7 @@ def wrong_address(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """Return the short label of a name that stands alone."""
+    """Return the short label of a single name."""
     if (server := SERVER.fullmatch(name)) is not None:
         return server[1]
     if len(drafters := members(name)) > 1:

@@ -45,7 +45,7 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
             prompt = _prompt(line, number)
             if prompt.id in seen:
                 raise ValueError(
-                    f"id {prompt.id!r} stands on line {seen[prompt.id]} already; make ids unique"
+                    f"id {prompt.id!r} is on line {seen[prompt.id]} already; make ids unique"
                 )
         except ValueError as error:
             if bad is None:

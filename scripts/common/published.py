@@ -1,4 +1,4 @@
-"""Public data sets that a YAML file of conf/ describes: where one lies, and how its rows
+"""Public data sets that a YAML file of conf/ describes: where one is, and how its rows
 are had: from the Hugging Face hub by the `datasets` library, or from a copy on this disk.
 Code of a repository is never run.
 
@@ -38,7 +38,7 @@ class Published:
     files: str = ""
     # which part of it
     split: str = "train"
-    # commit of the repository; empty = the newest, and the sha256 tells which it was
+    # commit of the repository; empty = the newest, and the sha256 identifies it
     revision: str = ""
     # under which licence it was published
     licence: str = ""

@@ -1,4 +1,4 @@
-"""Questions and their answers, whoever asks and answers: what a row holds, what is counted, and
+"""Questions and their answers, in process or by a server: what a row holds, what is counted, and
 when a run stops.
 
 A drafter learns the target's own words, so the target must answer. What a row holds is text, and
@@ -96,7 +96,7 @@ class Answering:
     def converse(self, n: int) -> Generator[Question, ServerAnswer, dict[str, Any]]:
         """Yield the messages before each answer of question n, and the tools; is sent the answer,
         returns the row. An answer that was cut ends its conversation: what the user said next was
-        said to a whole one, and no end-of-turn token stands between. So does a tool call, whose
+        said to a whole one, and no end-of-turn token is between. So does a tool call, whose
         result nobody has. Raises AnswerRefused for an answer that would change the chat."""
         turns, tools = self.question(n)
         tools = tools or self.cfg.extra_body.get("tools")
@@ -145,8 +145,8 @@ class Answering:
 
     def _read(self, row: dict[str, Any], answer: ServerAnswer) -> None:
         """Read a row as training does: whether it can be used, and whether what would be
-        supervised of the last answer are the model's tokens: the same ids where they are told,
-        else as many as were counted (the end-of-turn token may be among them)."""
+        supervised of the last answer are the model's tokens: the same ids where the server returns
+        them, else as many as were counted (the end-of-turn token may be among them)."""
         how = RowReading(1 << 20, self.ends, last_turn_only=True, kwargs=self.template)
         try:
             (found,) = encode(interpret(row, "row"), self.tokenizer, how)
@@ -161,7 +161,7 @@ class Answering:
             self.tokens_alike[answer.tokens - len(here) in (0, 1)] += 1
 
     def closing(self) -> None:
-        """Say what whoever trains on the rows should know."""
+        """Say what a training run on the rows should know."""
         if self.failed:
             n, reason = next(iter(self.failed.items()))
             first = f"the first {self.where(n)}: {reason}"

@@ -103,7 +103,7 @@ class SynthesizeConfig(AutoDtype):
         told = address.username or address.password or address.query
         if address.scheme not in ("http", "https") or not address.hostname or told:
             problems.append(
-                "base_url: give the bare address, http://HOST:PORT/v1; a key stands in the "
+                "base_url: give the bare address, http://HOST:PORT/v1; a key is in the "
                 "environment variable that api_key_env names"
             )
         if not self.prompts:

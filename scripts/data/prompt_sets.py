@@ -1,4 +1,4 @@
-"""Public sets of prompts by name: conf/prompt_set/NAME.yaml says where one lies, under which
+"""Public sets of prompts by name: conf/prompt_set/NAME.yaml says where one is, under which
 licence, and which column holds what is asked; `prompts=FILE.yaml` takes a description of one's
 own. OUT.prompts.jsonl beside the data keeps what is asked, OUT.prompts.json what was left out.
 
@@ -146,7 +146,7 @@ def _unseen(names: Sequence[str], hub: bool) -> dict[int, str]:
 
 
 def _key(turns: Sequence[str]) -> int:
-    """Return what equal questions share, and where one stands in the file."""
+    """Return what equal questions share, and where one is in the file."""
     text = "\0".join(map(fingerprint, turns)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 

@@ -153,7 +153,7 @@ class OpenAIServer:
         return content.decode(errors="replace") if reply.status_code == 200 else None
 
     def _meaning(self, error: Any, path: str) -> Exception:
-        """Return what a status is to whoever asked."""
+        """Return what a status means for the caller."""
         status, url, body = error.status_code, self.base_url + path, error.body
         if isinstance(body, dict):
             body = body.get("message", body.get("detail", ""))

@@ -1,4 +1,4 @@
-"""Benchmarks by name: conf/suite/NAME.yaml says where a public set of prompts lies and which
+"""Benchmarks by name: conf/suite/NAME.yaml says where a public set of prompts is and which
 columns hold what; here it becomes prompts, with the sha256 of what was loaded.
 
 From the Hugging Face hub, or with suite.path from this disk (scripts/common/published.py).

@@ -59,7 +59,7 @@ def checked(wanted: Contract, address: Address) -> dict[str, Any]:
     equal: answers as expected. near_ties: those that part at one. faults: where answers part
     otherwise, in words. not_compared: expected tokens behind near ties. acceptance: see
     `acceptance`; None where the server tells none. longer: a cycle drafted more than expected,
-    where the cycles are told. served: no fault, and the acceptance is equal.
+    where the cycles are reported. served: no fault, and the acceptance is equal.
 
     Raises UserError for a server that cannot be asked.
     """

@@ -130,7 +130,7 @@ def probe(head: Head, batch: Batch, target: Target) -> list[Convention]:
 
 def fitting(readings: Sequence[Convention]) -> Convention:
     """Return the convention that fits: the one as written, unless another is clearly
-    better. Where none drafts, their order is noise and nothing can be told."""
+    better. Where none drafts, their order is noise."""
     written = readings[0]
     if max(r.accepted for r in readings) < LOW:
         return written

@@ -1,4 +1,4 @@
-"""What stands on this machine, part by part: lines of facts, and of problems that would stop a run
+"""What this machine has, part by part: lines of facts, and of problems that would stop a run
 or spoil it, "key or thing: what; fix" each. Nothing is loaded, changed or downloaded.
 """
 

@@ -24,7 +24,7 @@ LINE = 2000  # characters of a page's line: a longer one is no counter
 
 @dataclass(frozen=True)
 class Rise:
-    """rose: what the counters rose by, as in `read_counters`; None where that is not told.
+    """rose: what the counters rose by, as in `read_counters`; None where that is not reported.
     why: what is wrong with them, "" where there are none or nothing is."""
 
     rose: dict[str, Any] | None

@@ -3,7 +3,7 @@ two best logits?
 
 Scoring a tree and scoring one token are different sums in floating point: a near tie may fall
 either way. So each first difference is looked up in the target itself: how far below the best
-logit either choice lies. A few units in the last place are rounding. Where it is more, what
+logit either choice is. A few units in the last place are rounding. Where it is more, what
 rounding does to such distances in this model and dtype is measured (two plain ways to compute
 the same logits, see Plain.rounding): a distance beyond twice that is an error in our
 code, and is called so.
@@ -77,7 +77,7 @@ def _difference(none: ScoredAnswer, other: ScoredAnswer, target: Target) -> dict
     best = logits.topk(2)
     high, low = best.values.tolist()
     ulp = torch.finfo(target.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(high), 1e-30)))
-    # How far below the best either choice lies.
+    # How far below the best either choice is.
     gap = max(high - logits[[a[place], b[place]]].min().item(), 0.0)
     return {
         **found,

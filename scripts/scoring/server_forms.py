@@ -51,7 +51,7 @@ class ServerRequest:
 class Reply:
     """tokens: generated ids, the stop token included where the server sends it; None where
     it sends none. drafted, accepted: draft tokens of this answer, where the server tells
-    them, drafts: in how many passes they were verified, where that is told too (SGLang,
+    them, drafts: in how many passes they were verified, where that is reported too (SGLang,
     `outrider serve`). ignored: settings that it says it took otherwise than asked."""
 
     tokens: list[int] | None

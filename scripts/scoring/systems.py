@@ -122,7 +122,7 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
 
 
 def _reference(name: str, run: Run, k: int = 0) -> System:
-    # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
+    # nodes 0: its cycles are read off from outside, so it is in no comparison of drafters
     return System(name, name, "reference", "none", k, 0, run)
 
 

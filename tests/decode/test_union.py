@@ -289,8 +289,8 @@ def test_a_union_is_resolved_by_name(runs: tuple[Path, Target]) -> None:
 def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None:
     folder, target = runs
     wrong = {
-        "ngram+ngram@tree": "ngram stands there twice; join different drafters",
-        f"{folder}/medusa@tree+{folder}/medusa/head@chain": "stands there twice; join different",
+        "ngram+ngram@tree": "ngram is given twice; join different drafters",
+        f"{folder}/medusa@tree+{folder}/medusa/head@chain": "is given twice; join different",
         f"{folder}/medusa+{folder}/gone": "gone",
     }
     for spec, line in wrong.items():

@@ -37,7 +37,7 @@ CHUNK = 512  # branches in one batch
 
 
 class PaddingAwareDrafter(Wrapped):
-    """A drafter that tells the coins which of its draws are padding (levels beyond a row's
+    """A drafter that marks which of its draws are padding (levels beyond a row's
     budget). What lowers budgets goes around it."""
 
     def __init__(self, drafter: Drafter, nodes_at: TreeShape | None) -> None:

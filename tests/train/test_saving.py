@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +154,15 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
     with pytest.raises(Interrupted, match="stopped at step 0, nothing to save yet") as caught:
         run(data, tmp_path / "run")
     assert caught.value.code == 75
+
+
+def test_a_disk_without_room_for_the_run_is_refused_before_the_first_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match="out_dir: .*are needed"):
+        run(data, tmp_path / "run")
+    assert not [*(tmp_path / "run").rglob("step-*")]
 
 
 def test_a_lack_of_memory_is_told_from_a_bug() -> None:

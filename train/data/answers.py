@@ -55,7 +55,7 @@ class ServedTemplate(Template):
 
     @property
     def tagged(self) -> bool:
-        """Never: what the template marks is not what stands here."""
+        """Never: what the template marks is not what is here."""
         return False
 
     def render(self, chat: Sequence[Message], ask: bool = False) -> str:
@@ -166,7 +166,7 @@ def ends_closed(text: str) -> bool:
 
 
 def behind(prompt: str, answer: str) -> str:
-    """Return an answer as it stands behind the words that asked for it: without the opening
+    """Return an answer as it is behind the words that asked for it: without the opening
     that is theirs already."""
     text = answer.lstrip()
     first = next((word for word in OPENING if text.startswith(word)), "")
@@ -178,5 +178,5 @@ def behind(prompt: str, answer: str) -> str:
 
 def pieces(text: str) -> list[str]:
     """Return the parts of a text between delimiters, blanks taken out; the last one is what
-    stands behind all reasoning, "" where nothing does."""
+    is behind all reasoning, "" where nothing does."""
     return ["".join(part.split()) for part in DELIMITERS.split(text)]

@@ -179,7 +179,7 @@ def _source(cfg: DataConfig) -> tuple[Iterable[Item], str, str]:
             data = datasets.load_dataset(**where, split=cfg.split, streaming=cfg.streaming)
         if isinstance(data, datasets.Dataset):
             content = data._fingerprint
-        else:  # the name of a builder's folder stands for its files at their times or commit
+        else:  # the name of a builder's folder means its files at their times or commit
             content = f"{datasets.load_dataset_builder(**where).cache_dir} {cfg.split}"
     except Exception as error:  # hub, network, parsing: all about what the user named
         raise UserError(

@@ -3,8 +3,8 @@
 A chat template may treat turns differently (the last one alone gets a think block, earlier
 reasoning is dropped, the system's text goes into the last question), so the text up to a turn
 need not be a prefix of the whole. Spans are therefore found in the whole rendering: a turn is
-replaced by a word that occurs nowhere else and the chat is rendered again. What stands before
-and behind that word is the template's; in the whole rendering the turn lies between the two.
+replaced by a word that occurs nowhere else and the chat is rendered again. What is before
+and behind that word is the template's; in the whole rendering the turn is between the two.
 Answers themselves are never searched for.
 """
 

@@ -41,7 +41,7 @@ CHUNK = 256  # rows that a process gets at a time
 SECONDS = 5.0  # of work after which further processes are worth their start
 COUNTED = 1 << 20  # tokens counted at a time
 COLUMNS = ("ids", "loss", "offsets", "lines", "held")  # what there is of rows, see JoinedRows
-# What is counted of the assistant's turns, and what the header tells of those that are not
+# What is counted of the assistant's turns, and what the header says of those that are not
 # trained on as they stand in the data.
 TURNS = ("turns", "shown", "supervised")
 DROPPED = "before the first question dropped"

@@ -51,7 +51,7 @@ def bounds_of(rows: JoinedRows, per_token: int, shard_bytes: int) -> list[int]:
 
 
 class FeatureWriter:
-    """Writes one folder. All that decides its bytes stands in manifest.json before the first
+    """Writes one folder. All that decides its bytes is in manifest.json before the first
     shard does; it is complete when every shard is there."""
 
     def __init__(self, cfg: CacheConfig, target: Target, rows: JoinedRows) -> None:
@@ -82,7 +82,7 @@ class FeatureWriter:
         return int(last - first)
 
     def prepare(self) -> str:
-        """Compare with what lies in the folder, check the free space; what will be written, in
+        """Compare with what is in the folder, check the free space; what will be written, in
         words. Writes nothing.
 
         Raises UserError for a folder with other features, or too little space.

@@ -56,7 +56,7 @@ class PackagedTarget:
 
     @property
     def file(self) -> Path:
-        """Where the joined GGUF lies."""
+        """The path of the joined GGUF."""
         return cache_root() / f"{self.name}.gguf"
 
 
