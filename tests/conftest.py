@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,6 +100,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if needing and not is_here():
             for item in needing:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and their children
+    too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -94,11 +94,11 @@ MINUS = torch.tensor([[[0.6, 0.6, -0.2, 0.0]]])
         (tree([1, 2], [-1, 1]), "node 1: parent 1"),  # its own parent
         (tree([1, 2], [1, -1]), "node 0: parent 1"),  # parent after child
         (tree([1, 9], [-1, 0]), "node 1: token 9 outside the vocabulary"),
-        (tree([1, 1], [-1, -1]), "stands twice"),
+        (tree([1, 1], [-1, -1]), "occurs twice"),
         (tree([1, 2], [-1, 0], size=3), "size"),
         (tree([0, 1], [-1, 0], sampled=BOTH), "without the proposal"),
         (tree([0, 2], [-1, 0], sampled=BOTH, proposal=SURE), "no mass"),
-        (tree([0, 0], [-1, -1], sampled=BOTH, proposal=SURE), "stands twice"),
+        (tree([0, 0], [-1, -1], sampled=BOTH, proposal=SURE), "occurs twice"),
         (
             tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.probs * 0.5, SURE.row)),
             "sum to one",
