@@ -251,6 +251,9 @@ def run_contest(
             runner.warm_up(prompts[0])
         while (number := _next(parts, len(chunks))) is not None:
             chunk, before = chunks[number], parts.get(number)
+            if before is not None:  # asked again: more to do than was said
+                total += len(systems) * turns[number]
+                progress.update(task, total=total)
             parts[number] = runner.measure(number, chunk)
             if before is not None:
                 parts[number].again = [*before.again, tuple(p.id for p in chunk)]

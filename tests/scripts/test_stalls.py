@@ -143,16 +143,27 @@ def test_no_stall_moves_a_speed_of_a_recorded_contest() -> None:
         assert stalls["left_out"] == ([] if how in (0, 3) and passes else [[one.unit[0]]])
 
 
-def test_an_answer_that_stalled_is_asked_again_of_all(tmp_path: Any) -> None:
+def test_an_answer_that_stalled_is_asked_again_of_all(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As A1 of a real demo: plain decoding took 847 ms a token in one answer, and its row's
     other ones 11."""
 
     def stall(name: str, call: int, seconds: Any) -> Any:
         return seconds * (80 if (name, call) == ("none", 9) else 1)  # the first call warms up
 
+    shown: list[tuple[float, float]] = []
+
+    class Watched(contests.Steps):
+        def update(self, task_id: Any, **how: Any) -> None:
+            super().update(task_id, **how)
+            shown.append((self._tasks[task_id].completed, self._tasks[task_id].total or 0))
+
     quiet, entered = measured()
     memo = Memo(tmp_path / "memo.jsonl", {"of": "this"})
+    monkeypatch.setattr(contests, "Steps", Watched)
     found, _ = measured(stall=stall, memo=memo)
+    assert all(done <= total for done, total in shown) and shown[-1][0] == shown[-1][1]
     assert found.again == [("p7",)] and speeds(found, entered) == speeds(quiet, entered)
     stalls = Scores(found, entered).stalls()
     assert stalls["timed_again"] == [["p7"]] and not stalls["left_out"] and not stalls["passes"]
