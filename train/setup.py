@@ -299,7 +299,7 @@ def facts_of(
         f"{f' ({rows.reasons()})' if rows.bad else ''}"
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
-        f"epoch, {cfg.steps:,} steps, {cfg.steps / plan.per_epoch:,.1f} passes over the data",
+        f"epoch, {cfg.steps:,} steps, {cfg.steps / plan.per_epoch:,.1f} epochs",
     }
     if rows.files:
         facts["files"] = "; ".join(f"{f.name} {f.end - f.first:,} rows" for f in rows.files)
@@ -310,8 +310,8 @@ def facts_of(
         facts["ends of turns"] = (
             ", ".join(f"{end!r} {n:,}" for end, n in ends.items()) + " supervised"
             if ends
-            else "WARNING: no end of a turn is supervised: name it as eos_token_id in the target's "
-            "generation_config.json"
+            else "WARNING: no end of a turn is supervised: the answers were cut (raise "
+            "max_new_tokens), or name it as eos_token_id in the target's generation_config.json"
         )
     passed = sorted((k, n) for k, n in rows.counted.items() if k.startswith(PASSED))
     if passed:

@@ -77,7 +77,9 @@ class Branches:
         for p, row, number in zip(
             weights / torch.where(total == 0, 1.0, total), rows.tolist(), node.tolist(), strict=True
         ):
-            options, branch = p.nonzero()[:, 0].tolist(), self.branches[row]
+            # A batch of another size rounds otherwise: what is possible there at 1e-16 alone must
+            # not open a branch that is certain here.
+            options, branch = (p > POSSIBLE).nonzero()[:, 0].tolist(), self.branches[row]
             again = self.asked[row, purpose, number]
             self.asked[row, purpose, number] += 1
             padding = purpose == "draft" and self.levels is not None and number >= self.levels[row]
@@ -95,6 +97,9 @@ class Branches:
             self.weight[branch] *= float(p[pick])
             out.append(pick)
         return torch.tensor(out, dtype=torch.int64)
+
+
+POSSIBLE = 1e-12  # probability below which an outcome is not walked
 
 
 @dataclass

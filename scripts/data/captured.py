@@ -123,7 +123,17 @@ class CapturedStates:
                 f"base_url: {self.server.base_url} captures no hidden states; start it with "
                 "method extract_hidden_states and a --kv-transfer-config (docs/scaling.md)"
             )
-        file = self.folder / Path(path).name  # never a path that a server chose
+        if chosen is not None and chosen not in range(self.target.vocab_size):
+            raise UserError(f"base_url: {self.server.base_url} chose {chosen!r}, which is no token")
+        name = Path(path).name  # never a path that a server chose
+        if not name.isprintable():
+            raise UserError(f"base_url: {self.server.base_url} names no file ({name!r})")
+        file = self.folder / name
+        deadline = self._loop.time() + SECONDS
+        while _locked(file):
+            if self._loop.time() > deadline:
+                raise UserError(f"{file}.lock: held for {SECONDS:g} s; look at the server's log")
+            await asyncio.sleep(0.02)
         return file, await asyncio.to_thread(_read, file), chosen
 
     def _checked(self, ids: list[int], found: Future[Any], first: bool) -> Tensor:
@@ -140,6 +150,8 @@ class CapturedStates:
                 f"{START} {list(self.layers)} and the target of this command"
             )
         if (scales := tensors.get("hidden_states_scales")) is not None:
+            if tuple(scales.shape) != (len(ids), 1, 1):
+                raise UserError(f"{file}: hidden_states_scales is {list(scales.shape)}")
             states = states.float() * scales
         if not bool(states.float().isfinite().all()):
             raise UserError(f"{file}: holds states that are not finite; serve in a wider dtype")
@@ -199,18 +211,28 @@ class CapturedStates:
         return bool(logits.max() - logits[chosen] <= TIE)
 
 
-def _read(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file once it is complete. Raises UserError for one that never is."""
+def _locked(file: Path) -> bool:
+    """Return whether a file is still being written."""
     try:
-        with contextlib.suppress(FileNotFoundError), open(f"{file}.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
+        with open(f"{file}.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a complete file. Raises UserError for one that is none."""
+    try:
         return load_file(file)
     except FileNotFoundError:
         raise UserError(
             f"captured: {file} is not there; give the folder that vLLM's shared_storage_path is "
             "on this machine, and look at the server's log for a write that failed"
         ) from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{file}: unreadable ({error}); look at the server's log") from None
 
 

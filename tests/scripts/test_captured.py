@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.scripts import cache_features
+from outrider.scripts.data import captured
 from tests.helpers.servers import answering, models
 from tests.helpers.training import TINY, chats, tiny_target
 
@@ -184,6 +185,29 @@ class NoCapture(Capturing):
         return {**reply, "kv_transfer_params": None} if body else reply
 
 
+class NeverDone(Capturing):
+    def write(self, tensors: Any, file: Path) -> None:
+        time.sleep(3)
+
+
+class OddName(Capturing):
+    def __call__(self, path: str, body: Any) -> Any:
+        reply = super().__call__(path, body)
+        odd = {"hidden_states_path": "../states/a\ud800b.safetensors"}
+        return {**reply, "kv_transfer_params": odd} if body else reply
+
+
+class NoToken(Capturing):
+    def __call__(self, path: str, body: Any) -> Any:
+        reply = super().__call__(path, body)
+        return {**reply, "choices": [{"token_ids": [10**9]}]} if body else reply
+
+
+class OddScales(Capturing):
+    def change(self, tensors: Any) -> Any:
+        return {**tensors, "hidden_states_scales": torch.ones(3)}
+
+
 class TooShort(Capturing):
     def __call__(self, path: str, body: Any) -> Any:
         if body is not None and len(body["prompt"]) > 4:
@@ -208,6 +232,10 @@ class TooShort(Capturing):
         (NoFile, {}, "captured: "),
         (NoCapture, {}, "extract_hidden_states"),
         (TooShort, {}, "max-model-len"),
+        (NeverDone, {}, ".lock: held"),
+        (OddName, {}, "names no file"),
+        (NoToken, {}, "no token"),
+        (OddScales, {}, "hidden_states_scales"),
     ],
 )
 def test_what_is_not_asked_for_is_refused(
@@ -216,7 +244,9 @@ def test_what_is_not_asked_for_is_refused(
     named: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(captured, "SECONDS", 1.0)
     data = chats(tmp_path / "data.jsonl", 4)
     with served(tmp_path, kind, **how) as keys:
         assert run(command(data, tmp_path / "out", *keys)) == 2

@@ -28,8 +28,12 @@ MEASURED = ((0.36e9, 0.045), (3.6e9, 0.25))
 # was 1.20 times slower; a roofline had foretold 1.23 times its speed.
 SLOWER = 0.8
 PUBLISHED = 0.43  # share that SpecForge published for an 8 B target on such a GPU
-_gb = "{:,.1f} GB".format
 LARGE = 0.8  # share of a GPU's memory that a whole target may take
+
+
+def _gb(count: float) -> str:
+    """Return bytes as gigabytes."""
+    return f"{count / 1e9:,.1f} GB"
 
 
 def planned(cfg: ValidateConfig, run: TrainConfig) -> Plan:
