@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the commit of the checkout that this code lies in, "+" appended when tracked files
+    """Return the commit of the checkout that holds this code, "+" appended when tracked files
     were changed; None outside git."""
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")

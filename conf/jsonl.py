@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 from outrider.conf.errors import UserError
 
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
-OTHERS = {  # how a file begins that holds no lines of JSON -> what it is
-    b"\x1f\x8b": "compressed (gzip)",
-    b"\x28\xb5\x2f\xfd": "compressed (zstd)",
-    b"PAR1": "a parquet file",
-    b"[": "one JSON array",
+OTHERS = {  # how a file begins that holds no lines of JSON -> what it is, what makes lines of it
+    b"\x1f\x8b": ("compressed (gzip)", "gzip -dk {}"),
+    b"\x28\xb5\x2f\xfd": ("compressed (zstd)", "zstd -dk {}"),
+    b"PAR1": ("a parquet file", "datasets' Dataset.from_parquet('{}').to_json"),
+    b"[": ("one JSON array", "jq -c '.[]' {}"),
 }
 HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
 
@@ -62,10 +62,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def form(stream: BinaryIO) -> str:
-    """Return what an open file holds in place of lines of JSON, "" for lines."""
+def form(stream: BinaryIO) -> tuple[str, str]:
+    """Return (what an open file holds in place of lines of JSON, what makes lines of it); empty
+    texts for lines."""
     begin = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return next((what for how, what in OTHERS.items() if begin.startswith(how)), "")
+    return next((said for how, said in OTHERS.items() if begin.startswith(how)), ("", ""))
 
 
 def read_lines(
@@ -81,9 +82,10 @@ def read_lines(
     except OSError as error:
         raise UserError(f"{key}: cannot read {path} ({error.strerror}); {fix}") from None
     with stream:
-        if other := form(stream):
-            way = f"convert it, such as jq -c '.[]' {path} > {path.stem}.jsonl"
-            if key == "data.path":
+        other, way = form(stream)
+        if other:
+            way = f"convert it: {way.format(path)}"
+            if key == "data.path":  # train/data/load.py unpacks the others itself
                 way = f"have its folder read: data=hub data.path={path.parent}"
             raise UserError(f"{key}: {path} is {other}, not an object a line; {way}")
         stream.seek(0)

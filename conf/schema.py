@@ -182,7 +182,7 @@ def _run(
 
 
 def _each(given: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the command lines that one with several values for a key, A,B, stands for."""
+    """Yield the command lines that one with several values for a key, A,B, means."""
     parser, several = OverridesParser.create(), list[list[str]]()
     for word in given:
         values: Iterable[str] = ()

@@ -73,8 +73,8 @@ class SiblingGroup:
         refuses the cycle then. reach: [R] float64, those with 0 were not reached. rest: as in
         `LevelVerdict`."""
         live = self.valid[:, 0] & (reach > 0)
-        wild = live & ~(rest.isfinite() & ~self.siblings.q_token.isnan().any(-1))
-        distribution.refuse(self.places.rows, self.places.kids[:, 0], wild)
+        non_finite = live & ~(rest.isfinite() & ~self.siblings.q_token.isnan().any(-1))
+        distribution.refuse(self.places.rows, self.places.kids[:, 0], non_finite)
         distribution.miss(self.places.rows, self.places.slots, live & self.undefined)
 
 

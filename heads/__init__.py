@@ -4,11 +4,11 @@ The contract is heads.base.Head:
 
     for_target(target, cfg, counts)  a fresh head; its keys are a Config, its weights float32
     forward(batch, target)           the training loss, summed, with its count
-    forced(batch, target, levels)    what a draft would be on the text's own tokens
+    teacher_forced(batch, target, levels)    what a draft would be on the text's own tokens
     drafter(target, draft)           a drafter over a copy of the weights, see names.DraftSpec
     config_json() / from_json()      what rebuilds it (heads.saved)
 
-Vocabulary, calibration, disk and the target's distribution are the base's. `forced` and
+Vocabulary, calibration, disk and the target's distribution are the base's. `teacher_forced` and
 `drafter` must agree: parity.py compares them. To add a head: docs/new-head.md, a folder with a
 subclass of Head and a YAML, here or in a package of one's own, and a line in registry.py.
 

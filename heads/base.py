@@ -153,7 +153,7 @@ class Head(Stored):
         calibrated, else a generic one."""
         return shapes.tree(self.calibration, nodes, depth)
 
-    def forced(
+    def teacher_forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """Return what a draft of `levels` would be if every token before were the text's:
@@ -232,7 +232,7 @@ class Head(Stored):
         tokens, ids = batch.ids.reshape(-1), self.ids()
         table = torch.full((len(tokens), self.levels), shapes.RANKS, device=tokens.device)
         first = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        for flat, level, z in self.forced(batch, target, self.levels):
+        for flat, level, z in self.teacher_forced(batch, target, self.levels):
             place = vocab.places(ids, tokens[flat])
             rank = (z > z.gather(1, place.clamp(min=0)[:, None])).sum(1).clamp_(max=shapes.RANKS)
             table[flat - 2 - level, level] = torch.where(place >= 0, rank, shapes.RANKS)
@@ -255,7 +255,7 @@ class Head(Stored):
 
 class Drafting:
     """What the drafters of all trained heads share (decode.drafters.Drafter): their name
-    and form, and the growth of a draft, for which a subclass says what it guesses
+    and form, and how a draft grows, for which a subclass says what it guesses
     (decode.grow.LevelSource)."""
 
     def __init__(self, head: Head, target: Target, form: Form) -> None:

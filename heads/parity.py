@@ -6,9 +6,9 @@ a cache that keeps what it should forget. So both are run on the target's own gr
 to some prompts:
 
 - *free-running*: the real engine with a chain drafter, which goes on from its own outputs;
-- *teacher-forced*: the training pass over the finished answers (Head.forced: it reads the true
-  tokens in place of its own). What a chain accepts at T = 0 is a function of the text before it,
-  so stepping through the answer by what the training pass accepts must give the engine's cycles;
+- *teacher-forced*: the training pass over the finished answers (Head.teacher_forced: it reads
+  the true tokens in place of its own). What a chain accepts at T = 0 is a function of the text
+  before it, so stepping through the answer by what the training pass accepts must give the engine's cycles;
 - *reloaded*: the engine with the head as it was saved and read back.
 
 Compared are the distributions that drafts are drawn from, at some cycles of a short run at
@@ -83,7 +83,7 @@ def judge(head: Head, batch: Batch, target: Target, levels: int) -> Forced:
     A tie goes to the token that argmax takes, and is not sure."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
     hit, sure, seen = torch.zeros(3, size, levels, dtype=torch.bool, device=tokens.device)
-    for flat, level, z in head.forced(batch, target, levels):
+    for flat, level, z in head.teacher_forced(batch, target, levels):
         place = vocab.places(ids, tokens[flat])
         best = z.topk(min(2, z.shape[1]), -1)
         own = z.gather(1, place.clamp(min=0)[:, None])[:, 0].masked_fill(place < 0, -torch.inf)
@@ -278,7 +278,7 @@ class _Run:
     def _tables(self, generations: list[Generation]) -> list[Forced] | None:
         """Return for each answer the tables [n, S], row k: the draft that follows after k
         generated tokens; None when the head has no teacher-forced pass."""
-        if type(self.head).forced is Head.forced:
+        if type(self.head).teacher_forced is Head.teacher_forced:
             return None
         out: list[Forced] = []
         texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in generations]
@@ -321,7 +321,7 @@ class _Run:
         for part, batch in _batches(rows, target, self.room):
             first = [b * batch.ids.shape[1] + rows[i][1] for b, i in enumerate(part)]
             starts = torch.tensor(first, device=target.device)
-            for flat, level, z in head.forced(batch, target, depth):
+            for flat, level, z in head.teacher_forced(batch, target, depth):
                 for j, b in (flat[:, None] - level == starts).nonzero().tolist():
                     p = spread(z[j].double().softmax(-1).cpu(), head.ids())
                     q = spread(distributions[part[b]][level].double(), witness.vocab)

@@ -14,7 +14,7 @@ a resume may change, log.py and trackers.py tell. measure.py, validate.py and dr
 what it costs before it runs.
 
 A new key goes into config.py, with a line above it; one that does not change what is
-learned goes into LOGISTICS (resuming.py) as well. What follows from a row's text must
+learned goes into MAY_CHANGE (resuming.py) as well. What follows from a row's text must
 change the key of the token cache (data/).
 
 Not to be changed without tests/train/test_reliability*.py: the order of save and

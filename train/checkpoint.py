@@ -50,7 +50,7 @@ class State:
     window: sums since the last line of metrics. meaning: what the run learns, see
     train/resuming. seen: what the updates so far took, tokens and supervised tokens of all
     ranks, wall seconds and CPU seconds of rank 0 without evaluations. skipped: steps without an
-    update so far, since loss or gradient was not finite; unsound: how many of them in a row.
+    update so far, since loss or gradient was not finite; skipped_in_a_row: the last ones.
     spent: seconds of rank 0 in all steps but the last.
     """
 
@@ -61,7 +61,7 @@ class State:
     meaning: dict[str, Any] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)
     skipped: int = 0
-    unsound: int = 0
+    skipped_in_a_row: int = 0
     spent: float = 0.0
 
     def add(self, **amounts: float) -> None:

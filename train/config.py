@@ -1,7 +1,7 @@
 """The typed configuration of a training run. conf/*.yaml fills it; a doc line is above
 every key.
 
-A key that does not change what is learned is in LOGISTICS of train/resuming.py as well.
+A key that does not change what is learned is in MAY_CHANGE of train/resuming.py as well.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def last_word() -> Iterator[None]:
             os.kill(parent, signal.SIGTERM)  # it only waits for this process
         elif end.code == 2 and (parent := agent()):
             if os.environ["LOCAL_RANK"] == "0":
-                os.kill(parent, signal.SIGALRM)  # other signals make it tell where it stands
+                os.kill(parent, signal.SIGALRM)  # other signals make it print a traceback
             deadline = time.monotonic() + ALIKE
             while os.getppid() == parent and time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -95,7 +95,7 @@ def _save(run: Run, wait: bool) -> None:
 
 
 def train_step(run: Run) -> int:
-    """Return one update: the passes of this rank, one exchange with the others, AdamW.
+    """Make one update: the passes of this rank, one exchange with the others, AdamW.
     Returns the signal that some rank was asked to stop by, 0 if none."""
     before = _begin_step(run)
     sums = Sums()
@@ -178,7 +178,7 @@ def _set_learning_rate(run: Run, shared: Shared) -> float:
 def _count_step(run: Run, shared: Shared, before: tuple[float, float]) -> None:
     """Count the update that was made. before: wall and CPU seconds when it began."""
     state, stats = run.state, shared.stats
-    state.step, state.unsound = state.step + 1, 0
+    state.step, state.skipped_in_a_row = state.step + 1, 0
     stats["seconds"] = [time.perf_counter() - before[0], 1.0]
     state.add(
         tokens_seen=stats["tokens"][0],

@@ -22,10 +22,14 @@ def pass_over(run: Run, sums: Sums) -> None:
     state, passes = run.state, run.passes(run.state.step)
     guilty = [rows for rows, fine in zip(passes, sums.finite, strict=True) if not bool(fine)]
     rows = _everywhere(run, guilty) or _everywhere(run, passes)
-    state.step, state.skipped, state.unsound = state.step + 1, state.skipped + 1, state.unsound + 1
+    state.step, state.skipped, state.skipped_in_a_row = (
+        state.step + 1,
+        state.skipped + 1,
+        state.skipped_in_a_row + 1,
+    )
     named = ", ".join(rows[:4]) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
     event = {"rows": rows, "skipped_steps": state.skipped}
-    if state.unsound >= run.cfg.bad_steps:
+    if state.skipped_in_a_row >= run.cfg.bad_steps:
         run.log.metrics(state.step, {"event": "not finite", **event})
         raise UserError(
             f"{named}: loss or gradient is not finite at step {state.step}, no weight was changed; "

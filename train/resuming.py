@@ -1,5 +1,5 @@
 """What a resumed run has in common with its beginning: keys that decide what is learned
-must be the same, LOGISTICS may differ, REPLANNED may differ and hold from the resume on.
+must be the same, MAY_CHANGE may differ, REPLANNED may differ and hold from the resume on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.train.data.batches import JoinedRows
 
 # Keys that may differ when a run is resumed: they change where, when and how fast, not what is
 # learned. Data are compared by the hash of their tokens, targets by their identity, so their
-# names and folders are logistics too.
-LOGISTICS = (
+# names and folders may change too.
+MAY_CHANGE = (
     *("out_dir", "epochs", "start", "save_every", "keep", "log_every", "bad_steps"),
     *("micro_batch", "micro_tokens", "profile", "trackers", "wandb", "wandb_project", "eval"),
     *("device", "shard_target", "shard_group"),
@@ -37,7 +37,7 @@ OF_LAYERS = ("head.intermediate_size",)  # earlier runs had the target's
 
 def is_logistics(key: str) -> bool:
     """Return whether a dotted key may change between a run and its resumption."""
-    return any(key == known or key.startswith(known + ".") for known in LOGISTICS)
+    return any(key == known or key.startswith(known + ".") for known in MAY_CHANGE)
 
 
 def meaning_hash(keys: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def meaning_hash(keys: dict[str, Any]) -> str:
 
 
 def meaning_of(keys: dict[str, Any], target: Target, rows: JoinedRows) -> dict[str, Any]:
-    """Return what a run learns, from what, and its logistics, as JSON. keys: dotted key ->
+    """Return what a run learns, from what, and what may change, as JSON. keys: dotted key ->
     value (config.flat)."""
     identity = target.identity.to_json() if target.identity else {}
     hashes = {f"target.{k}": v for k, v in identity.items() if k.endswith("sha256")}

@@ -278,6 +278,7 @@ def _pretrained(
     if os.environ.get("RANK", "0") != "0" or cfg.kind in TARGETS:
         hf_logging.disable_progress_bar()
     extra, whole = _quantized(cfg, folder, kind, place), 0
+    loud = hf_logging.get_verbosity()
     try:
         if layers is not None:
             hf_logging.set_verbosity_error()  # it lists every weight that is left unread
@@ -308,6 +309,8 @@ def _pretrained(
         raise UserError(
             f"target: no loadable causal language model in {folder} ({first_line(e)}); {fix}"
         ) from e
+    finally:
+        hf_logging.set_verbosity(loud)
     model, found = loaded
     _check_complete(found, folder)
     if whole:

@@ -163,7 +163,7 @@ class BlockHead(LayeredHead):
             yield h[:, :, self.cfg.before : self.cfg.before + slots]
 
     @torch.no_grad()
-    def forced(
+    def teacher_forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """Draft from the text's own tokens, at most as many levels as slots."""

@@ -155,7 +155,7 @@ class EagleHead(LayeredHead):
         return self.cfg.depth
 
     @torch.no_grad()
-    def forced(
+    def teacher_forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """Draft from the text's own tokens, also for more levels than training has steps."""

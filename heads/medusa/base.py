@@ -164,7 +164,7 @@ class ParallelHead(Head):
         return LossOut(total, count, found.stats())
 
     @torch.no_grad()
-    def forced(
+    def teacher_forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """Draft from the text's own tokens, at most as many levels as there are heads."""

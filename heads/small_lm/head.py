@@ -246,7 +246,7 @@ class SmallLM(Head):
         return functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def forced(
+    def teacher_forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """Yield what a chain would draft. A separate model's distribution does not depend

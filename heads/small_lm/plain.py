@@ -56,7 +56,7 @@ def plain_model(path: str, target: Target) -> PlainModel:
 
 def plain_folder(path: str) -> Path:
     """Return the folder with the files of an ordinary model: itself, or where the
-    repository lies here.
+    repository is here.
 
     Raises UserError when it cannot be fetched."""
     return source_folder(_source(path))

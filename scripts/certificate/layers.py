@@ -32,7 +32,7 @@ from outrider.scripts.certificate.setup import CertificatePlan, CertifySetup
 from outrider.scripts.common.progress import OnProgress, clock, silent
 
 CASE_LIMIT = 1e-12
-PILOT = 8  # small models, and tokens of an answer, by which the time is told
+PILOT = 8  # small models, and tokens of an answer, by which the time is predicted
 # cycles with a draft below which the last layer says little about a drafter
 FEWEST_DRAFTS = {"sampling": 100, "greedy": 1}
 

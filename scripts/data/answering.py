@@ -127,7 +127,7 @@ class Answering:
 
     def _message(self, answer: ServerAnswer) -> dict[str, Any]:
         """Return an answer as a turn of a row. A cut one loses the character within which it
-        ended: its tokens are not those of the sign that stands for it."""
+        ended: its tokens are not those of the sign in its place."""
         text, thought = answer.text.strip(), answer.reasoning.strip()
         if not answer.finished:
             text, thought = (said.removesuffix("\ufffd") for said in (text, thought))

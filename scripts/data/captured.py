@@ -19,6 +19,7 @@ import asyncio
 import collections
 import contextlib
 import fcntl
+import itertools
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -74,20 +75,18 @@ class CapturedStates:
     def states(self, rows: Iterator[list[int]]) -> Iterator[Tensor]:
         """Yield the hidden states [T, F, D] of each row, `concurrency` of them asked for ahead.
         Raises UserError for a server, a file or states that are not what was asked for."""
-        ahead: collections.deque[tuple[list[int], Future[Any]]] = collections.deque()
+        asked = ((ids, self._do(self._row(ids))) for ids in rows)
+        ahead = collections.deque(itertools.islice(asked, self.concurrency))
         first = True
         try:
-            for ids in rows:
-                ahead.append((ids, self._do(self._row(ids))))
-                if len(ahead) >= self.concurrency:
-                    yield self._checked(*ahead.popleft(), first)
-                    first = False
             while ahead:
-                yield self._checked(*ahead.popleft(), first)
+                ids, found = ahead.popleft()
+                ahead.extend(itertools.islice(asked, 1))
+                yield self._checked(first, ids, *found.result())
                 first = False
         finally:
-            for _, future in ahead:
-                future.cancel()
+            for _, found in ahead:
+                found.cancel()
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -136,9 +135,15 @@ class CapturedStates:
             await asyncio.sleep(0.02)
         return file, await asyncio.to_thread(_read, file), chosen
 
-    def _checked(self, ids: list[int], found: Future[Any], first: bool) -> Tensor:
+    def _checked(
+        self,
+        first: bool,
+        ids: list[int],
+        file: Path,
+        tensors: dict[str, Tensor],
+        chosen: int | None,
+    ) -> Tensor:
         """Return the states of a row, the final norm applied, after they were checked."""
-        file, tensors, chosen = found.result()
         states, theirs = tensors.get("hidden_states"), tensors.get("token_ids")
         if theirs is None or theirs.tolist() != ids:
             raise UserError(f"{file}: holds other tokens than were asked for; is it vLLM's own?")

@@ -121,7 +121,7 @@ def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
 
 
 def _unseen(names: Sequence[str], hub: bool) -> dict[int, str]:
-    """Return the questions of benchmarks that must not be asked: key -> where it stands. A suite
+    """Return the questions of benchmarks that must not be asked: key -> where it is. A suite
     that cannot be had is said; beside a copy on this disk none is asked of the hub."""
     questions = dict[int, str]()
     by_name = {suite.name: suite for suite in every_suite()}

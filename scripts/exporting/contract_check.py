@@ -130,7 +130,7 @@ def acceptance(wanted: Contract, whole: Sequence[Asked]) -> dict[str, Any] | Non
     """Drafted and accepted tokens of answers that are the contract's, or of their parts before
     near ties, beside the contract's; None where a server does not tell them, or drafted nothing.
 
-    equal: the share of draft tokens that are accepted lies within the contract's 95 % interval,
+    equal: the share of draft tokens that are accepted is within the contract's 95 % interval,
     and what a draft at every end of an answer may move it by.
     """
     told = [counts for one in whole if (counts := one.counts())]

@@ -99,7 +99,7 @@ def accepted(head: Head, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
     hit = torch.zeros(2, tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
     logp = torch.zeros(2, tokens.numel() + 1, dtype=torch.float64, device=tokens.device)
     first = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
-    for flat, level, logits in head.forced(batch, target, 2):
+    for flat, level, logits in head.teacher_forced(batch, target, 2):
         if level > 1:
             continue
         spot = place[flat]

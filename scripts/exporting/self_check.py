@@ -95,7 +95,7 @@ def forced_logits(head: Head, target: Target, text: Tensor, start: int) -> Tenso
     batch = Batch(text[None], mask, wanted, torch.zeros(1, dtype=torch.int64))
     rows = [
         logits[flat - start == level]
-        for flat, level, logits in head.forced(batch, target, len(text) - start)
+        for flat, level, logits in head.teacher_forced(batch, target, len(text) - start)
     ]
     return torch.cat(rows)
 

@@ -4,7 +4,7 @@
         reply = await door.answer(ids, ServerRequest(64, temperature=1.0, seed=3))
         distributions = await door.distributions([*ids, *reply.tokens], len(ids), 64)
 
-Prompts go out as token ids, so that no tokenizer stands between. What comes back is checked
+Prompts go out as token ids, so that no tokenizer is between. What comes back is checked
 before it is believed; what a server does not tell is None.
 """
 

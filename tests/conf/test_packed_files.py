@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,13 @@ def test_what_holds_no_lines_is_refused_and_the_way_that_is_named_works(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     cfg = DataConfig(kind="hub", path=str(tmp_path), held_out=0.0, cache=False)
     assert load_rows(cfg, byte_tokenizer(), {2}, 260, 64).lines.numel() == 8
+
+
+@pytest.mark.skipif(not shutil.which("gzip"), reason="no gzip on this machine")
+def test_the_command_that_unpacks_prompts_works(tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl.gz"
+    path.write_bytes(OTHERS["rows.jsonl.gz"])
+    with pytest.raises(UserError, match="^prompts: ") as said:
+        list(read_lines(path, "prompts"))
+    subprocess.run(str(said.value).rpartition("convert it: ")[2].split(), check=True)
+    assert len([*read_lines(path.with_suffix(""), "prompts")]) == 8

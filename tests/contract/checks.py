@@ -37,7 +37,7 @@ def starts_as_promised(case: Case) -> None:
     batch, ids = random_batch(), head.ids()
     feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(0, 1)
     seen = 0
-    for flat, level, z in head.forced(batch, target, head.levels):
+    for flat, level, z in head.teacher_forced(batch, target, head.levels):
         want = target.unembed(feats[flat - 2 - level])
         want = want if ids is None else want[:, ids]
         torch.testing.assert_close(z, want, rtol=1e-4, atol=1e-4)
@@ -93,7 +93,7 @@ def chunks_change_nothing(case: Case) -> None:
         target, head = moved(case, chunk=chunk, loss=LossWeights(0.5, 0.5))
         rows = {
             (int(f), level): row
-            for flat, level, z in head.forced(batch, target, head.levels)
+            for flat, level, z in head.teacher_forced(batch, target, head.levels)
             for f, row in zip(flat, z, strict=True)
         }
         found.append((head(batch, target).sum, rows))
@@ -259,7 +259,9 @@ def starts_from_another(case: Case, folder: Path) -> None:
     assert "starts from" in Start(str(folder), old.kind, target).give(new.eval())
     batch = random_batch()
     for a, b in zip(
-        old.forced(batch, target, old.levels), new.forced(batch, target, old.levels), strict=True
+        old.teacher_forced(batch, target, old.levels),
+        new.teacher_forced(batch, target, old.levels),
+        strict=True,
     ):
         assert a[0].equal(b[0]) and a[1] == b[1] and a[2].equal(b[2])
 

@@ -271,7 +271,7 @@ def test_the_shortest_documents(target, size: int) -> None:
     batch = Batch(ids, on, on, torch.zeros(1, dtype=torch.int64))
     out = head(batch, target)
     out.sum.backward()
-    found = [(flat.tolist(), level) for flat, level, _ in head.forced(batch, target, 2)]
+    found = [(flat.tolist(), level) for flat, level, _ in head.teacher_forced(batch, target, 2)]
     assert found == [([2] if size == 3 else [], 0), ([], 1)]
     assert float(out.count) == (size == 3) and bool(out.sum.isfinite())
     assert all(

@@ -71,7 +71,7 @@ def test_a_card_of_the_first_version_keeps_its_layers(tmp_path: Path, name: str)
     (tmp_path / CARD).write_text(signed(card))
     again = load_head(tmp_path, target)
     assert layer(again) == layer(head)
-    both = ([t for *_, t in one.forced(batch, target, 2)] for one in (head, again))
+    both = ([t for *_, t in one.teacher_forced(batch, target, 2)] for one in (head, again))
     assert all(a.equal(b) for a, b in zip(*both, strict=True))
 
 

@@ -297,6 +297,6 @@ def test_a_run_fails_with_an_explanation(data: Path, tmp_path: Path, monkeypatch
 def test_without_a_training_pass_the_reload_is_judged(
     target: Target, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(MedusaHead, "forced", Head.forced)
+    monkeypatch.setattr(MedusaHead, "teacher_forced", Head.teacher_forced)
     found = run(other("markov", target), target, tmp_path / "head")
     assert found.passed and set(found.lengths) == {"free_running", "reloaded"}

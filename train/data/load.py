@@ -162,7 +162,7 @@ def _source(cfg: DataConfig) -> tuple[Iterable[Item], str, str]:
         if cfg.kind == "text":
             return read_text(path), str(path), content
         with path.open("rb") as stream:
-            kind = form(stream)
+            kind, _ = form(stream)
         if not kind or "parquet" in kind:
             return read_lines(path), str(path), content
         return _unpacked(path), str(path), content

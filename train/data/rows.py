@@ -225,7 +225,7 @@ def _check_read(given: Mapping[str, Any], what: str) -> None:
 
 
 def _system(record: Mapping[str, Any], chat: Sequence[Message]) -> Message | None:
-    """Return the system turn that stands beside the turns of a row, None for none."""
+    """Return the system turn beside the turns of a row, None for none."""
     text = next((record[key] for key in SYSTEM if record.get(key)), "")
     if not isinstance(text, str):
         raise ValueError(f"its system text is {type(text).__name__}, not text")
@@ -244,7 +244,7 @@ def _tokens(record: Mapping[str, Any], where: str) -> ChatRow:
         raise ValueError("input_ids are not a list of token ids")
     if not isinstance(loss, list) or len(loss) != len(ids) or not {*loss} <= {0, 1}:
         raise ValueError("loss_mask is not a list of 0 and 1, one for each of input_ids")
-    on = [False, *map(bool, loss[1:])]  # no token stands before the first
+    on = [False, *map(bool, loss[1:])]  # no token is before the first
     prompt = ids[: on.index(True)] if any(on) else ids
     return ChatRow(where, None, repr(prompt), ids=ids, loss=on)
 

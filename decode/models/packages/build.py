@@ -51,7 +51,7 @@ class PackagedTarget:
 
     @property
     def folder(self) -> Path:
-        """Where the converted model lies; it is whole or not there."""
+        """The folder of the converted model, complete or absent."""
         return cache_root() / self.name
 
     @property
