@@ -8,7 +8,8 @@ to some prompts:
 - *free-running*: the real engine with a chain drafter, which goes on from its own outputs;
 - *teacher-forced*: the training pass over the finished answers (Head.teacher_forced: it reads
   the true tokens in place of its own). What a chain accepts at T = 0 is a function of the text
-  before it, so stepping through the answer by what the training pass accepts must give the engine's cycles;
+  before it, so stepping through the answer by what the training pass accepts must give the
+  engine's cycles;
 - *reloaded*: the engine with the head as it was saved and read back.
 
 Compared are the distributions that drafts are drawn from, at some cycles of a short run at

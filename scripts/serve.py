@@ -277,7 +277,7 @@ class Decoder(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Seat what waits, then one cycle of every lane in turn."""
+        """Admit what waits, then run one cycle of each drafter's batch."""
         try:
             while True:
                 with self._turn:

@@ -2,7 +2,7 @@
 
 A block begins at an anchor, a token whose own feature does not exist yet when its
 successors are drafted. Anchors are drawn anew whenever a row comes up, a function of seed,
-step and row alone: the same on any number of ranks, packed or not, and after a resume.
+step and row alone: the same on any number of ranks, and after a resume.
 
 Shape letters: B rows, T positions, A anchors of a row, K slots, n supervised slots.
 """

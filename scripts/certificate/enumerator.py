@@ -26,6 +26,7 @@ from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import Verdict
 
 SCHEMES = ("top", "iid", "without", "hybrid")  # how siblings are drafted: see Case
+POSSIBLE = 1e-12  # probability below which an outcome is not walked
 
 
 Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
@@ -97,9 +98,6 @@ class Branches:
             self.weight[branch] *= float(p[pick])
             out.append(pick)
         return torch.tensor(out, dtype=torch.int64)
-
-
-POSSIBLE = 1e-12  # probability below which an outcome is not walked
 
 
 @dataclass
