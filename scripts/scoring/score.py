@@ -184,18 +184,25 @@ class Scores:
 
     def _speed(self, system: System) -> dict[str, Any]:
         """Return tokens per second, against plain decoding, and what a cycle takes."""
-        name, limit, speed = system.name, self.break_even(system), self.speedup(system.name, NONE)
-        alone, whole = (stats.rate(self.work(name, end)).mean for end in (False, True))
-        end = {"tokens_per_second": whole, "speedup": self.speedup(name, NONE, whole=True)}
+        name, limit = system.name, self.break_even(system)
+        alone, whole = (self._rated(name, end) for end in (False, True))
         return {
-            "tokens_per_second": alone,
-            "speedup": speed,
-            "doubts": self.doubts(system, speed),
-            "end_to_end": end,
+            **alone,
+            "doubts": self.doubts(system, alone["speedup"]),
+            "end_to_end": whole,
             "break_even": None if limit is None else limit.mean,
             "draft_ms": None if system.kind == "reference" else self.phase_ms(name, ["draft"]),
             "verify_ms": None if system.server else self.phase_ms(name, VERIFY),
         }
+
+    def _rated(self, name: str, whole: bool) -> dict[str, Any]:
+        """Return a row's speed against plain decoding, and its tokens per second: plain
+        decoding's times that. A rate of its own would say otherwise wherever the machine was not
+        equally fast all the time, for the speedup is paired."""
+        speed = self.speedup(name, NONE, whole)
+        rate = stats.rate(self.work(NONE, whole)).mean
+        paired = float("nan") if speed["mean"] is None else rate * speed["mean"]
+        return {"tokens_per_second": paired, "speedup": speed}
 
     def pairs(self, doubts: dict[str, list[str]]) -> list[dict[str, Any]]:
         """Return the ratio of speeds of every two rows, and why it tells no order. doubts: of

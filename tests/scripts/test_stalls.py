@@ -333,3 +333,15 @@ def test_memory_of_an_interval_does_not_grow_with_the_prompts(
     whole = stats.rate(work), stats.ratio_interval(tokens, passes)
     monkeypatch.setattr(stats, "AT_ONCE", 1000)
     assert (stats.rate(work), stats.ratio_interval(tokens, passes)) == whole
+
+
+def test_tokens_per_second_and_speedup_of_a_row_agree() -> None:
+    """A reader divides one row's rate by another's, on a machine that was not equally fast."""
+    rng = random.Random(1)
+    found, entered = measured(stall=lambda name, call, seconds: seconds * rng.uniform(1, 2))
+    rows = {row["name"]: row for row in map(Scores(found, entered).row, entered)}
+    plain = rows["none"]
+    for row in rows.values():
+        for one, base in ((row, plain), (row["end_to_end"], plain["end_to_end"])):
+            ratio = one["tokens_per_second"] / base["tokens_per_second"]
+            assert ratio == pytest.approx(one["speedup"]["mean"], rel=1e-9), row["name"]
