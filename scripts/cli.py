@@ -174,7 +174,7 @@ def train(words: list[str]) -> None:
     name, processes, words = words[0], *_launch(words[1:])
     found = trainer(name)
     if found is None:
-        raise no_such("head", name, {**trainers(), **options("head")}, "kinds")
+        raise no_such("head", name, options("head"), "kinds")
     file, head = found
     script, keys = Path(file).stem, [*head, *words]
     if HELP & {*words}:

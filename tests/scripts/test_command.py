@@ -151,6 +151,7 @@ def test_mistakes_are_one_line(
     for words, message in (
         ("evalute", "error: evalute: no such verb; did you mean evaluate?"),
         ("train eagel3", "error: eagel3: no such head; did you mean eagle3?"),
+        ("train eagle4", "error: eagle4: no such head; did you mean eagle3?"),
         ("ls head", "error: head: no such list; did you mean heads?"),
         ("--bogus", "error: --bogus: no such verb"),
         ("train medusa --launch 0", "error: --launch: "),
