@@ -91,12 +91,7 @@ def load_target(
         name = f"{name} ({cfg.quantize})"
     words = sha256_tokenizer(tokenizer), sha256_template(tokenizer)
     identity = Identity(name, path, weights, *words)
-    try:
-        model = model if cfg.quantize != quantize.NONE or shards else model.to(place)
-    except torch.cuda.OutOfMemoryError as e:
-        raise UserError(
-            f"device: {name} in {kind} does not fit into {place}; use a smaller dtype"
-        ) from e
+    model = model if cfg.quantize != quantize.NONE or shards else model.to(place)
     target = Target(model, tokenizer, identity=identity)
     target.relatives, target.packs_weights = cfg.allow_other, cfg.pack == "auto"
     return target
@@ -266,6 +261,7 @@ def _pretrained(
     place: torch.device,
     layers: int | None = None,
 ) -> Any:
+    import torch
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
@@ -277,7 +273,7 @@ def _pretrained(
         )
     if os.environ.get("RANK", "0") != "0" or cfg.kind in TARGETS:
         hf_logging.disable_progress_bar()
-    extra, whole = _quantized(cfg, folder, kind, place), 0
+    extra, whole = _arguments(cfg, folder, kind, place), 0
     loud = hf_logging.get_verbosity()
     try:
         if layers is not None:
@@ -291,7 +287,6 @@ def _pretrained(
             trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
-            **_attention(cfg),
             **extra,
         )
     except SafetensorError as e:
@@ -302,7 +297,9 @@ def _pretrained(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
         _check_complete({}, folder)
         fix = "give a folder with its config.json and its weights as safetensors"
-        if kept := quantize.stored(folder):
+        if isinstance(e, torch.cuda.OutOfMemoryError):
+            fix = f"{kind} does not fit into {place}: use a smaller dtype"
+        elif kept := quantize.stored(folder):
             fix = f"its weights are kept in {kept}: give the model that it was made of"
         elif isinstance(e, ValueError | KeyError):
             fix = "give a model that transformers loads as text in, text out"
@@ -318,18 +315,18 @@ def _pretrained(
     return model.eval()
 
 
-def _quantized(
+def _arguments(
     cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device
 ) -> dict[str, Any]:
-    """Return transformers' arguments for a quantised target."""
+    """Return transformers' arguments for the attention of a target, its place and its form."""
+    found = _attention(cfg)
+    if place.type != "cpu" or cfg.quantize != quantize.NONE:
+        found["device_map"] = {"": str(place)}  # the host holds one weight at a time
     if quantize.stored(folder) == quantize.MXFP4:
-        return {"quantization_config": quantize.unpacked(cfg.quantize)}
-    if cfg.quantize == quantize.NONE:
-        return {}
-    return {
-        "quantization_config": quantize.config(cfg.quantize, kind),
-        "device_map": {"": str(place)},
-    }
+        found["quantization_config"] = quantize.unpacked(cfg.quantize)
+    elif cfg.quantize != quantize.NONE:
+        found["quantization_config"] = quantize.config(cfg.quantize, kind)
+    return found
 
 
 def _first(model: Any, layers: int | None) -> Any:

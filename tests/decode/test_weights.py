@@ -6,15 +6,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 from transformers import LlamaForCausalLM
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.shards import READ
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from outrider.heads.small_lm.plain import plain_model
 from tests.helpers.archs import ARCHS, build
@@ -115,3 +118,21 @@ def test_every_weight_of_every_architecture(arch: str, tmp_path: Path) -> None:
         for damage in DAMAGES:
             folder = damaged(tmp_path / "whole", tmp_path / "damaged", damage, name)
             refuses(folder, name if name in own or ".experts." in name else "target: ")
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_weight_goes_to_its_device_as_it_is_read(whole: Path, device: str) -> None:
+    """The host never holds a model for another device: ranks that start together would hold it as
+    many times."""
+    read = []
+
+    def seen(module: nn.Module, name: str, weight: Any) -> None:
+        if getattr(weight, READ, False):
+            read.append(weight.device.type)
+
+    handle = hooks.register_module_parameter_registration_hook(seen)
+    try:
+        load_target(TargetConfig(kind="local", path=str(whole)), device=device)
+    finally:
+        handle.remove()
+    assert read and {*read} == {device}

@@ -209,7 +209,8 @@ def parts(plan: Plan) -> dict[str, int]:
 
 def target_bytes(plan: Plan) -> tuple[float, float, float]:
     """Return the bytes of the target's weights: all, on one GPU, and on a host while its ranks
-    load them. Sharded by FSDP2 a GPU holds three layers beside its shards, the one that
+    load them: its files, whose pages the ranks share, and a weight that each may be casting.
+    Sharded by FSDP2 a GPU holds three layers beside its shards, the one that
     computes, as it arrived and unpacked, and the next one; a rank that loads what stays
     whole, and one weight at a time."""
     cfg, layers, ranks = plan.cfg, numbers(plan.model.layers), min(plan.cfg.gpus, NODE)
@@ -217,7 +218,8 @@ def target_bytes(plan: Plan) -> tuple[float, float, float]:
     bits = quantize.bits(cfg.target.quantize) or 8 * plan.width
     whole = layers * bits // 8 + rest * plan.width
     if not cfg.shard_target:
-        return whole, whole, whole * ranks
+        largest = max(p.numel() for p in plan.model.built.parameters())
+        return whole, whole, (layers + rest + largest * ranks) * plan.width
     shards = layers / (cfg.shard_group or cfg.gpus) + 3 * max(map(numbers, plan.model.layers))
     weight = max(p.numel() for p in plan.model.layers.parameters())
     return whole, (rest + shards) * plan.width, (rest + weight) * plan.width * ranks
