@@ -82,27 +82,156 @@ BY_SLOT: dict[str, dict[str, Any]] = {
         "n_head": 4,
     },
 }
-# State that cannot be cut back to an accepted path: refused.
+# Attention beside layers with a recurrent or convolution state: chains, no trees.
+_THREE: dict[str, Any] = {
+    **_GQA,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_CONV = {**_GQA, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+_DELTA: dict[str, Any] = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
+_LATENT: dict[str, Any] = {  # one latent key and value for all heads, and experts in groups
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+_INKLING: dict[str, Any] = {
+    **_GQA,
+    "head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": WINDOW,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "unpadded_vocab_size": VOCAB,
+}
+HYBRID: dict[str, dict[str, Any]] = {
+    # a delta rule with a gate
+    "qwen3_next": {**_THREE, **_DELTA, **_EXPERTS},
+    "qwen3_5_text": {**_THREE, **_DELTA},
+    "qwen3_5_moe_text": {**_THREE, **_DELTA, **_EXPERTS},
+    "olmo_hybrid": {**_THREE, **_DELTA},
+    "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8, "first_k_dense_replace": 1},
+    # Mamba, Mamba-2
+    "bamba": {
+        **{k: v for k, v in _THREE.items() if k != "layer_types"},
+        **_MAMBA2,
+        "attn_layer_indices": [1],
+    },
+    "falcon_h1": {**_GQA, **_MAMBA2, "mamba_d_ssm": 64},
+    "granitemoehybrid": {
+        **_THREE,
+        **_MAMBA2,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 16,
+    },
+    "jamba": {
+        **_GQA,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "nemotron_h": {
+        **_GQA,
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "zamba": {
+        **_BASE,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        **_BASE,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "chunk_size": 8,
+        "adapter_rank": 4,
+    },
+    # a linear attention that keeps its state in a cache of its own
+    "minimax": {**_THREE, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
+    # short convolutions
+    "lfm2": {**_CONV, "block_multiple_of": 8},
+    "lfm2_moe": {**_CONV, **_EXPERTS, "num_dense_layers": 1},
+    "lfm3": {
+        **_CONV,
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+    },
+    # convolutions inside attention
+    "zaya": {
+        **_GQA,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "router_hidden_size": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+    },
+    "inkling_text": {**_INKLING, "n_shared_experts": 1, "logits_mup_width_multiplier": 1.0},
+    "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 1},
+}
+# Nothing but recurrent state: refused.
 REFUSED: dict[str, dict[str, Any]] = {
+    "qwen3_next": HYBRID["qwen3_next"],
     "mamba": {
         **_BARE,
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "state_size": 4,
-    },
-    "qwen3_next": {
-        **_GQA,
-        "head_dim": 8,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
     },
 }
 # What changes with the length of a text, refused: a window of its own name that is baked into a
@@ -119,7 +248,7 @@ BY_LENGTH: dict[str, dict[str, Any]] = {
     },
     "doge": {**_GQA, "keep_window_size": 12},
 }
-ARCHS = {**TREE, **BY_SLOT, **REFUSED, **BY_LENGTH}
+ARCHS = {**TREE, **HYBRID, **BY_SLOT, **REFUSED, **BY_LENGTH}
 
 # Changes that give a model the rotary embedding of Phi-3.5 and Phi-4-mini: other frequencies
 # beyond SWITCH tokens.
