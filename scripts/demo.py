@@ -7,8 +7,8 @@ kind that nothing learned from, at T = 0 and T = 1, and on others that are unlik
 
 Each step prints its command. Stop it at any time: the same command goes on where it
 stopped. Leaves chats.jsonl, features, hydra_heads and eagle3 in runs/demo, tables in
-reports/demo/like and unlike; FAST=1 has folders of its own, runs/demo-fast and
-reports/demo-fast.
+reports/demo/like and unlike, and demo.json where no step was done before; FAST=1 has
+folders of its own, runs/demo-fast and reports/demo-fast.
 
 The conversations come with the code, since writing them takes as long as the rest. What
 wrote scripts/prompts/demo_chats.jsonl, and demo_questions.jsonl, whose answers nothing
@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -141,19 +143,19 @@ def main(cfg: DemoConfig) -> int:
     budget = FAST if cfg.fast else FULL if dtype_on(None) == "bfloat16" else HALF
     if budget is HALF:
         print("note: no instructions for bfloat16 here: half of the data, in float32")
-    began = time.perf_counter()
     with files.sole_writer(budget.runs):
         begin(budget)
-        run(steps(budget))
-    print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
+        spent = run(todo := steps(budget))
+        if len(spent) == len(todo):
+            files.write_json(budget.reports / "demo.json", figures(budget, spent))
+    print(f"{sum(step['seconds'] for step in spent.values()) / 60:.1f} minutes")
     if budget is FAST:
         print("NOT what the heads can do: FAST=1 checks that all steps run")
     print("open", *(budget.reports / name / "report.html" for name in ("like", "unlike")))
-    drafter = f"{budget.runs}/eagle3@chain:2"
-    print(f"go on with\n  outrider chat target=smollm2 drafter={drafter}")
-    print(f"  outrider serve target=smollm2 'drafters=[{drafter}]'")
-    export = f"drafter={budget.runs}/eagle3 format=vllm out=exports/{budget.name}"
-    print(f"  outrider export target=smollm2 {export}")
+    head = f"target=smollm2 drafter={budget.runs}/eagle3"
+    print(f"go on with\n  outrider chat {head}@chain:2")
+    print(f"  outrider serve target=smollm2 'drafters=[{budget.runs}/eagle3@chain:2]'")
+    print(f"  outrider export {head} format=vllm out=exports/{budget.name}")
     return 0
 
 
@@ -172,15 +174,17 @@ def begin(budget: Budget) -> None:
     files.write_text(budget.runs / "chats.jsonl", "".join(lines))
 
 
-def run(todo: list[Step]) -> None:
-    """Run the steps that are not done yet, as the user would. Raises UserError where one fails (its
-    own messages have said why), and Interrupted where it was stopped."""
+def run(todo: list[Step]) -> dict[str, dict[str, Any]]:
+    """Run the steps that are not done yet, as the user would, and return what they took. Raises
+    UserError where one fails (it has said why), and Interrupted where it was stopped."""
+    spent = {}
     for place, step in enumerate(todo, 1):
         if step.leaves.exists():
             print(f"{place}. {step.title}: done already ({step.leaves})", flush=True)
             continue
         line = shlex.join(["outrider", *step.words])
         print(f"{place}. {step.title}\n   {line}", flush=True)
+        began = time.perf_counter()
         process = subprocess.Popen([sys.executable, "-c", OUTRIDER, *step.words])
         try:
             code = process.wait()
@@ -192,6 +196,27 @@ def run(todo: list[Step]) -> None:
             raise Interrupted("demo: stopped; the same command goes on from here")
         if code or not step.leaves.exists():
             raise UserError(f"demo: `{line}` ended with exit code {code}; see its message above")
+        spent[step.title] = {"command": line, "seconds": time.perf_counter() - began}
+    return spent
+
+
+def figures(budget: Budget, spent: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what a whole run took and found, in the form of docs/results/demo.json."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    whole = {
+        "minutes": sum(step["seconds"] for step in spent.values()) / 60,
+        "core_minutes": (used.ru_utime + used.ru_stime) / 60,
+        "peak_bytes": used.ru_maxrss * 1024,
+    }
+    rows = []
+    for kind in ("like", "unlike"):
+        report = json.loads((budget.reports / kind / "report.json").read_text())
+        for one in (report, *report["others"]):
+            about = {"questions": f"{kind} its data", "temperature": one["settings"]["temperature"]}
+            for row in one["drafters"][1:]:
+                kept = {key: row[key] for key in ("accepted_length", "speedup", "doubts")}
+                rows.append({**about, "drafter": row["name"], **kept, "lossless": row["lossless"]})
+    return {**files.origin(), "steps": spent, "runs": [{"all": whole, "rows": rows}]}
 
 
 if __name__ == "__main__":

@@ -4,28 +4,21 @@ which are ours.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-TEMPLATES = Path(__file__).parent / "templates"
-
-
-@functools.cache
-def environment() -> Environment:
-    """Return where templates are found, and how they are read."""
-    return Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=select_autoescape(("html",)),
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=select_autoescape(("html",)),
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 def render(name: str, **values: Any) -> str:
     """Return a template's page as text. Raises jinja2.UndefinedError for a value that it lacks."""
-    return environment().get_template(name).render(**values)
+    return PAGES.get_template(name).render(**values)

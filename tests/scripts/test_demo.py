@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import compose
 from outrider.scripts import cli, demo
+from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts
 from outrider.train.runs import keys_of
 
@@ -44,8 +46,8 @@ def python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_is_done_once_and_its_end_is_told(tmp_path: Path, python: None) -> None:
     first, second = step(tmp_path, "first", ""), step(tmp_path, "second", "sys.exit(0)")
-    demo.run([first])
-    demo.run([first, second])
+    assert [*demo.run([first])] == ["first"]
+    assert [*demo.run([first, second])] == ["second"]  # what it did now
     assert first.leaves.read_text() == second.leaves.read_text() == "x"
     with pytest.raises(Interrupted, match="the same command goes on"):
         demo.run([step(tmp_path, "stopped", "sys.exit(75)")])
@@ -53,6 +55,31 @@ def test_a_step_is_done_once_and_its_end_is_told(tmp_path: Path, python: None) -
         demo.run([first, step(tmp_path, "wrong", "sys.exit(2)")])
     with pytest.raises(UserError, match="exit code 0"):
         demo.run([replace(step(tmp_path, "nothing", ""), leaves=tmp_path / "never")])
+
+
+def test_a_whole_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of both temperatures and both sets of questions, with intervals, and the cost."""
+    monkeypatch.chdir(tmp_path)
+
+    def table(temperature: float, mean: float) -> dict[str, Any]:
+        speed = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+        row = {"accepted_length": speed, "speedup": speed, "doubts": [], "lossless": None}
+        rows = [{"name": name, **row} for name in ("none", "ngram@chain:3")]
+        return {"settings": {"temperature": temperature}, "drafters": rows}
+
+    for kind, others in (("like", [table(1.0, 1.2)]), ("unlike", [])):
+        report = {**table(0.0, 1.5 if others else 1.3), "others": others}
+        files.write_json(demo.FAST.reports / kind / "report.json", report)
+    found = demo.figures(demo.FAST, {"some": {"command": "outrider ls", "seconds": 30.0}})
+    (run,) = found["runs"]
+    told = [(r["questions"], r["temperature"], r["speedup"]["mean"]) for r in run["rows"]]
+    assert told == [
+        ("like its data", 0, 1.5),
+        ("like its data", 1, 1.2),
+        ("unlike its data", 0, 1.3),
+    ]
+    assert run["all"]["minutes"] == 0.5 and run["all"]["peak_bytes"] > 0
+    assert {"command", "created", "environment", "steps"} < found.keys()
 
 
 def test_a_stopped_step_saves_what_it_has(tmp_path: Path, python: None) -> None:

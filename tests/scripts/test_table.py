@@ -30,7 +30,7 @@ def test_a_log_has_no_width() -> None:
 def test_html_escapes_cells_and_marks_warnings(head: bool) -> None:
     columns = TABLE.head if head else ()
     table = Table(columns, [["<b>", "1.40 [1.32]", "x"]], notes=["IN DOUBT", "fine"], best=0)
-    text = rendering.environment().get_template("parts.html").module.panel(table)  # type: ignore[attr-defined]
+    text = rendering.PAGES.get_template("parts.html").module.panel(table)  # type: ignore[attr-defined]
     assert "&lt;b&gt;" in text and "<b>" not in text
     assert "1.40 <small>[1.32]</small>" in text and 'class="best"' in text
     assert '<p class="note warn">IN DOUBT</p>' in text and '<p class="note">fine</p>' in text
