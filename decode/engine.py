@@ -100,8 +100,8 @@ class Engine:
         while engine.busy:
             ended = engine.step()
 
-    A row's tokens are the same whichever rows join or leave: random numbers are addressed by the
-    request's id. After an exception of `step` the engine is broken: throw it away.
+    A row's random numbers belong to its request (decode/generation.py), whichever rows join or
+    leave. After an exception of `step` the engine is broken: throw it away.
 
     verify: the accept rule (scripts/certify.py runs known wrong ones). eos_ids: the target's where
     None. coins(seed, request ids [B], cycles [B]) makes the random numbers of one cycle; an

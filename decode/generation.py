@@ -15,9 +15,10 @@ class Request:
     """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default:
     the last prompt token, as in transformers).
 
-    id addresses the random numbers: the same id and seed give the same tokens in any batch, but
-    where half precision rounds the logits of a batch otherwise than those of a row. A whole
-    number of 64 bits, below 2**63.
+    id addresses the random numbers, a whole number below 2**63: the same id and seed give the same
+    tokens in any batch, but where a product of more rows rounds otherwise and a random number
+    falls between both borders of a token. Of SmolLM2's draws in float32 that are 1 in 600 at T = 1
+    (49,152 tokens), 1 in 240,000 at T = 0.7 with top-p 0.9; in float64 none was seen.
     """
 
     prompt: Sequence[int]

@@ -132,7 +132,7 @@ class JoinedRows:
 
     def supervision(self) -> str:
         """Return how many assistant turns are supervised, and why others are not; ""
-        without chats."""
+        where there is nothing to say."""
         turns, shown, kept = (self.counted.get(name, 0) for name in TURNS)
         reasons = [
             f"{turns - shown:,} not shown apart by the chat template" if shown < turns else "",
@@ -142,7 +142,7 @@ class JoinedRows:
         message = f"{kept:,} of {turns:,} assistant turns supervised" + (f" ({why})" if why else "")
         known = ((note, self.counted.get(note, 0)) for note in (DROPPED, HIDDEN, UNLEARNED))
         notes = (f"{n:,} {note}" for note, n in known if n)
-        return "; ".join([message, *notes]) if turns else ""
+        return "; ".join([message] * bool(turns) + [*notes])
 
     def list_bad(self, folder: Path) -> None:
         """Leave the list of the rows that were left out in a run folder; none where there are

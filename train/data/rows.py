@@ -53,14 +53,16 @@ FIRST = ("system", "developer")  # roles that stand before the first question
 # Keys of a turn, or a row, that say by 0 or false that it is not to be learned.
 LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")
 OWN = ("role", "from", "content", "value", *LEARNED)  # keys of a turn that are read here
-CHATS = {"messages", "conversations"}  # keys of a row that hold its turns
+CHATS = ("messages", "conversations")  # keys of a row that hold its turns
 SYSTEM = ("system", "system_prompt")  # keys of a row that hold a text before its turns
 # Keys that change what a target sees and are not read: a row, or a turn, with one is left out.
 UNREAD = (
     *("documents", "images", "image", "videos", "video", "audios", "audio"),
     *("functions", "function_call", "chat_template_kwargs"),
 )
-READ = {*CHATS, *SYSTEM, *LEARNED, *UNREAD, "text", "input_ids", "tools", "complete"}  # of a row
+# Keys of a row of tokens that say which of them are supervised; `labels` by what is not -100.
+MASKS = ("loss_mask", "labels", "completion_mask", "assistant_masks")
+NONE, ALL = frozenset[int](), frozenset({0})  # what of a row that is no chat is not learned
 Item = tuple[int, Any]  # number and content of a row: a line of JSONL, or a record
 
 
@@ -161,14 +163,17 @@ def interpret(record: Any, where: str) -> ChatRow:
     _check_read(record, "")
     if record.get("input_ids") is not None:
         return _tokens(record, where)
-    logged = {"request", "response"} <= record.keys() and not CHATS & record.keys()
+    logged = {"request", "response"} <= record.keys() and not record.keys() & {*CHATS}
+    whole = learns(record)
     if logged:
         record = exchange(record["request"], record["response"])
-    turns = record.get("messages") or record.get("conversations")
+    form = next((key for key in CHATS if record.get(key)), "")
+    turns = record.get(form)
     if turns is None and isinstance(record.get("text"), str):
         if not record["text"].strip():
             raise ValueError("text is empty")
-        return ChatRow(where, None, _clean(record["text"], "text"))
+        text, passed = _clean(record["text"], "text"), _passed(record, "text")
+        return ChatRow(where, None, text, unlearned=NONE if whole else ALL, passed=passed)
     if turns is None:
         keys = ", ".join(sorted(map(str, record)))[:80]
         raise ValueError(
@@ -178,7 +183,7 @@ def interpret(record: Any, where: str) -> ChatRow:
     if not isinstance(turns, list | tuple) or not turns:
         raise ValueError("its turns are not a list with something in it")
     chat = [_message(turn, i) for i, turn in enumerate(turns)]
-    learned = [learns(record) and learns(turn) for turn in turns]
+    learned = [whole and learns(turn) for turn in turns]
     if system := _system(record, chat):
         chat, learned = [system, *chat], [True, *learned]
     first = next((i for i, m in enumerate(chat) if m["role"] not in FIRST), len(chat))
@@ -205,7 +210,7 @@ def interpret(record: Any, where: str) -> ChatRow:
         dropped=dropped,
         last_only=logged,
         unlearned=frozenset(i for i, on in enumerate(said) if not on),
-        passed=frozenset(key for key, v in record.items() if key not in READ and v is not None),
+        passed=_passed(record, form, *SYSTEM, "tools", "complete"),
     )
 
 
@@ -216,6 +221,12 @@ def learns(given: Mapping[str, Any]) -> bool:
         if (value := given.get(key)) is not None and value not in (0, 1):
             raise ValueError(f"its {key} is {value!r:.40}; 0 (not to be learned) and 1 are read")
     return all(given.get(key) in (None, 1) for key in LEARNED)
+
+
+def _passed(record: Mapping[str, Any], *read: str) -> frozenset[str]:
+    """Return the keys of a row, of which `read` were read, that hold something else."""
+    known = {*read, *LEARNED, *UNREAD}
+    return frozenset(key for key, v in record.items() if key not in known and v is not None)
 
 
 def _check_read(given: Mapping[str, Any], what: str) -> None:
@@ -237,22 +248,34 @@ def _system(record: Mapping[str, Any], chat: Sequence[Message]) -> Message | Non
 
 
 def _tokens(record: Mapping[str, Any], where: str) -> ChatRow:
-    """Return the row of tokens that somebody made, supervised where `loss_mask` says, or all."""
+    """Return the row of tokens that somebody made, supervised where all of its MASKS say so."""
     ids = record["input_ids"]
-    loss = record.get("loss_mask", [1] * len(ids) if isinstance(ids, list) else None)
     if not isinstance(ids, list) or not all(type(t) is int and 0 <= t < 2**31 for t in ids):
         raise ValueError("input_ids are not a list of token ids")
-    if not isinstance(loss, list) or len(loss) != len(ids) or not {*loss} <= {0, 1}:
-        raise ValueError("loss_mask is not a list of 0 and 1, one for each of input_ids")
-    on = [False, *map(bool, loss[1:])]  # no token is before the first
+    seen = record.get("attention_mask")
+    if isinstance(seen, list) and 0 in seen:
+        raise ValueError("its attention_mask hides some of input_ids; write none for padding")
+    on = [bool(t) for t in range(len(ids))]  # no token is before the first
+    for key in MASKS:
+        if (mask := record.get(key)) is not None:
+            good = isinstance(mask, list) and len(mask) == len(ids)
+            if good and key == "labels":
+                mask = [int(t != -100) for t in mask]
+            if not good or not all(one in (0, 1) for one in mask):
+                raise ValueError(f"{key} is not a list of 0 and 1, one for each of input_ids")
+            on = [a and bool(b) for a, b in zip(on, mask, strict=True)]
     prompt = ids[: on.index(True)] if any(on) else ids
-    return ChatRow(where, None, repr(prompt), ids=ids, loss=on)
+    unlearned = NONE if learns({**record, "loss_mask": None}) else ALL
+    passed = _passed(record, "input_ids", "attention_mask", *MASKS)
+    return ChatRow(where, None, repr(prompt), unlearned=unlearned, passed=passed, ids=ids, loss=on)
 
 
 def exchange(request: Any, response: Any) -> dict[str, Any]:
     """Return the row of a request and its answer, as servers of the OpenAI API log them. An
     answer that a length or a stop string ended is not complete. Raises ValueError in a
     user's words."""
+    if isinstance(request, dict):
+        _check_read(request, "its request ")
     messages = request.get("messages") if isinstance(request, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError("its request has no messages")
@@ -354,6 +377,8 @@ def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
     less than the row holds, and UserError without a chat template.
     """
     size = how.max_length
+    if row.chat is None and row.unlearned:
+        return []
     if row.ids is not None:
         if not any(row.loss[:size]):
             raise BadRow(row.where, f"no supervised token within data.max_length={size} tokens")
