@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from outrider.train.dry_run.report import report
 from tests.conf.test_docs import PAGES, ROOT
+from tests.train.test_dry_run import planned
 
 RESULTS = ROOT / "docs/results"
 NUMBER = r"(?<![\w.\-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?!\w|\.\d|,\d)"
 INTERVAL = re.compile(rf"({NUMBER}) ?([×%]?) \[({NUMBER}), ({NUMBER})\]")
 SPEEDUP = re.compile(r"(?<![\w.])(\d+\.\d\d)(×)")
 SPEED = re.compile(r"(speed|\bratio)(?!.*: (low|high)$)")
+HOURS = re.compile(r"(\d+\.\d to \d+\.\d)(?= hours|\) for )")
 ALONE = re.compile(rf"({NUMBER})( ?[×%]?)")
 
 
@@ -111,6 +114,15 @@ def test_figures_of_a_page_are_measured(page: Path) -> None:
     paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))
     wrong = [line for part in paragraphs for line in unknown(part, linked(part))]
     assert not wrong, "\n".join(wrong)
+
+
+def test_hours_of_the_pages_are_the_dry_runs() -> None:
+    """Of the command in train.md, with rows of both lengths; the code may have moved on."""
+    command = ("experiment=qwen3_8b_eagle3", "rows=200000", "gpus=8", "gpu=h100-80gb")
+    plans = [report(planned(*command, f"row_tokens={length}"))[1] for length in (800, 2500)]
+    said = {hours for plan in plans for hours in HOURS.findall(plan)}
+    told = {hours for page in PAGES for hours in HOURS.findall(page.read_text())}
+    assert said and told <= said, f"the dry run says {said}"
 
 
 def test_results_rows_are_their_entries() -> None:
