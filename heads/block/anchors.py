@@ -22,25 +22,21 @@ TWICE = 2  # how often a supervised token is predicted in an epoch, on average
 
 @dataclass(frozen=True)
 class Anchors:
-    """place: [B, A] int64, ascending in a row. real: [B, A] bool, the others fill up rows."""
+    """place: [B, A] int64, ascending in a row. real: [B, A] bool, the others fill up rows, at the
+    place of the last one. known: what `place` says, to the host."""
 
     place: Tensor
     real: Tensor
+    known: list[list[int]]
 
     @classmethod
     def of(cls, chosen: list[list[int]], device: torch.device) -> Anchors:
         """Return rows of places, filled up to the longest one, at least one."""
         width = max(1, *map(len, chosen)) if chosen else 1
-        place = torch.zeros(len(chosen), width, dtype=torch.int64)
+        known = [row + (row[-1:] or [0]) * (width - len(row)) for row in chosen]
         size = torch.tensor([len(row) for row in chosen])[:, None]
-        for b, row in enumerate(chosen):
-            place[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        return cls(place.to(device), (torch.arange(width) < size).to(device))
-
-    def context(self, length: int) -> Tensor:
-        """[B, A, T] bool: the features that a block may read, those before the anchor, whose
-        own feature is not there yet. length: T."""
-        return torch.arange(length, device=self.place.device) < self.place[..., None]
+        place = torch.tensor(known, dtype=torch.int64).view(len(chosen), width)
+        return cls(place.to(device), (torch.arange(width) < size).to(device), known)
 
     def labels(self, batch: Batch, slots: int) -> tuple[Tensor, Tensor]:
         """(flat place of the token that each slot predicts, [B, A, K], whether it is there)."""

@@ -26,9 +26,10 @@ from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.batch import Batch, LossOut
 from outrider.heads.block.anchors import Anchors, Blocks, every
+from outrider.heads.block.attention import BlockAttention
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
-from outrider.heads.block.net import BlockNet, Keys, attend_blocks, look_back
+from outrider.heads.block.net import BlockNet, look_back
 from outrider.heads.layers.head import LayeredHead, LayeredSaved
 from outrider.heads.losses import Taught, by_level, chunk_of, chunked_loss
 
@@ -152,13 +153,10 @@ class BlockHead(LayeredHead):
         for anchors in parts:
             first = embedded.gather(1, anchors.place[..., None].expand(-1, -1, c.shape[-1]))
             at = anchors.place[..., None] + behind
-            seen = anchors.context(length)
-
-            def attend(layer: int, query: Tensor, own: Keys, seen: Tensor = seen) -> Tensor:
-                return attend_blocks(query, context[layer], own, seen)
-
             rope = (cos[at].flatten(1, 2), sin[at].flatten(1, 2))
-            h = net.run(net.rows(first, rows).flatten(1, 2), rope, attend)
+            attend = BlockAttention(anchors, rows, context)
+            again = self.cfg.activation_checkpointing and torch.is_grad_enabled()
+            h = net.run(net.rows(first, rows).flatten(1, 2), rope, attend, again)
             h = h.unflatten(1, (-1, rows))
             yield h[:, :, self.cfg.before : self.cfg.before + slots]
 

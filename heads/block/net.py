@@ -8,24 +8,26 @@ are those of the text. The first row of a block is the anchor's embedding, all o
 mask vector. Layers are those of Qwen3: pre-norm, queries and keys normed per head.
 
 Shape letters: B rows, n positions or rows, D width, H query heads, Hkv key heads, hd head
-size, F taps, Vd draft vocabulary, r rank, A blocks, R rows of a block, T positions.
+size, F taps, Vd draft vocabulary, r rank.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
+from outrider.heads.block.attention import Keys
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.layers.layer import DraftNet, Linear, RMSNorm, Rope, in_input_dtype
 
-Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
 SLOWEST = 0.04  # radians a position: slower pairs cannot tell neighbours apart
 SHARP = 2.0  # of the queries' norm, of a fresh head that looks back
@@ -109,10 +111,14 @@ class BlockNet(DraftNet):
         mask = self.mask.to(anchors.dtype).expand(*anchors.shape[:-1], size - 1, -1)
         return torch.cat([anchors[..., None, :], mask], -2)
 
-    def run(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Return rows [B, n, D] -> what the LM head reads, [B, n, D]."""
+    def run(self, x: Tensor, rope: Rope, attend: Attend, again: bool = False) -> Tensor:
+        """Return rows [B, n, D] -> what the LM head reads, [B, n, D]. again: the backward pass
+        computes the layers again."""
+        call: Any = lambda layer, *args: layer(*args)
+        if again:
+            call = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, lambda query, own, i=i: attend(i, query, own))
+            x = call(layer, x, rope, functools.partial(attend, i))
         return self.norm(x)
 
     def before(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -137,23 +143,6 @@ def turned(x: Tensor, rope: Rope) -> Tensor:
     """[B, heads, n, hd] at the rotary positions of [B or 1, n, hd] cos and sin."""
     cos, sin = (t[:, None] for t in rope)
     return x * cos + rotate_half(x) * sin
-
-
-def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor) -> Tensor:
-    """Attention of A blocks per row to the features before their anchors and to their own
-    rows, by one softmax. query: [B, H, A * R, hd]. far: keys and values of T features. own:
-    those of the A * R rows. seen: [B, A, T] bool. -> [B, H, A * R, hd]."""
-    (count, heads, _, size), (blocks, length) = query.shape, seen.shape[1:]
-    kv, rows = far[0].shape[1], query.shape[2] // blocks
-    q = (query * size**-0.5).reshape(count, kv, heads // kv, blocks, rows, size)
-    mine = [t.reshape(count, kv, blocks, rows, size) for t in own]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    to_far = (q.flatten(2, 4) @ far[0].mT).view(*q.shape[:5], length).to(wide)
-    to_far = to_far.masked_fill(~seen[:, None, None, :, None], -torch.inf)
-    to_own = (q @ mine[0][:, :, None].mT).to(wide)
-    attn = torch.cat([to_far, to_own], -1).softmax(-1).to(query.dtype)
-    out = (attn[..., :length].flatten(2, 4) @ far[1]).view(q.shape)
-    return (out + attn[..., length:] @ mine[1][:, :, None]).reshape(query.shape)
 
 
 @torch.no_grad()

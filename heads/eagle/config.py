@@ -49,9 +49,6 @@ class EagleConfig(LayeredConfig):
     norm_before_residual: bool = False
     # eagle1: fc has a bias; for imported heads, and serving engines drop it
     fc_bias: bool = False
-    # keep only what goes from step to step and compute the rest again in the backward pass:
-    # less memory, slower
-    activation_checkpointing: bool = False
     # levels of the draft
     depth: Levels = 5
 

@@ -19,6 +19,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
 from outrider.heads import parity
 from outrider.heads.batch import Batch
+from outrider.heads.block import attention
 from outrider.heads.block.anchors import Anchors, Slots, draw
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.checkpoint import load_head, save_head
@@ -29,6 +30,7 @@ from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from outrider.heads.teacher import Teacher
 from tests.helpers.engine_distribution import engine_distribution, toy_model
+from tests.helpers.flash import Torch
 from tests.helpers.training import tiny_target
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -133,6 +135,36 @@ def test_the_mask_is_a_loop_over_blocks(target, kind: str) -> None:
         for a, place in enumerate(places):
             want = by_hand(head, target, feats[b, :place], int(batch.ids[b, place]))
             torch.testing.assert_close(got[b, a], want[head.cfg.before :], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["parts", "flash"])
+def test_no_way_of_attention_changes_a_value_or_gradient(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few anchors at a time and again in the backward pass, and all calls of flash attention
+    with their merge, against all scores at once: anchors on both sides of strides, documents that
+    end early, one without an anchor."""
+    chosen = [[1, 3, 4, 7, 8, 9, 12, 13], [2, 3, 5], [], [4, 8, 12]]
+    anchors, g = Anchors.of(chosen, torch.device("cpu")), torch.Generator().manual_seed(0)
+    shapes = ((4, 6, 24, 4), *[(4, 2, 15, 4)] * 2, *[(4, 2, 24, 4)] * 2)
+    given = [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
+    query, key, value, *own = given
+    weight = torch.randn(query.shape, generator=g, dtype=torch.float64)
+    want = attention.attend_blocks(*given, anchors.place)
+    monkeypatch.setattr(attention, "STRIDE", 4)
+    monkeypatch.setattr(attention, "MOST", 30)
+    monkeypatch.setattr(attention, "BLOCK", 2 * 3 * 4 * 6 * 15)
+    if way == "flash":
+        monkeypatch.setattr(attention, "kernel_for", lambda query: attention.FLASH)
+        monkeypatch.setattr(attention, "torch", Torch())
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = attention.BlockAttention(anchors, 3, [(key, value)])(0, query, (own[0], own[1]))
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad((out * weight).sum(), given) for out in (found, want)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert kept and max(t.numel() for t in kept) <= query.numel()  # scores are 4 times as many
 
 
 @each

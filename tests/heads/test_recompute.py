@@ -17,6 +17,7 @@ SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3-deep": {"steps": 3, "layers": 2},
+    "dspark": {"layers": 2, "block": 4, "markov_rank": 4, "confidence": 1.0},
     "eagle1": {"steps": 1, "noise": 0.2, "feature_loss": 1.0},
 }
 

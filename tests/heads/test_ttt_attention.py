@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from outrider.heads.layers import attention
 from outrider.heads.layers.attention import BLOCKS, CPU, FLASH, Kernel, Memory, PassLayout, attend
+from tests.helpers.flash import Torch
 
 RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
 KEPT = torch.tensor([0, 1, 2, 5, 7, 8, 9, 12, 13, 14, 15, 16])
@@ -26,80 +25,8 @@ LAYOUTS |= {
 }
 
 
-def _unseen(size: int, left: int | None, right: int | None) -> Tensor:
-    """[size, size] bool, what a row does not see."""
-    future = torch.ones(size, size).triu(1).bool()
-    assert right in (None, 0) and (left is None) == (right is None)
-    return future if left is None else future | torch.ones(size, size).tril(-left - 1).bool()
-
-
-def _flash(
-    query,
-    key,
-    value,
-    cuts,
-    other_cuts,
-    longest,
-    other,
-    dropout,
-    causal,
-    debug,
-    *,
-    scale,
-    window_size_left=None,
-    window_size_right=None,
-):
-    """What aten._flash_attention_forward gives for documents side by side: [N, H, hd], [H, N]."""
-    assert cuts.dtype == other_cuts.dtype == torch.int32 and (dropout, causal) == (0.0, True)
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0])
-    assert longest == other == max(b - a for a, b in pairwise(cuts.tolist()))
-    for a, b in pairwise(cuts.tolist()):
-        scores = torch.einsum("qhd,khd->hqk", query[a:b], key[a:b]) * scale
-        scores = scores.masked_fill(_unseen(b - a, window_size_left, window_size_right), -torch.inf)
-        lse[:, a:b] = scores.logsumexp(-1)
-        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[a:b])
-    return out, lse, torch.zeros(2), torch.zeros(()), torch.empty(0)
-
-
-def _flash_back(grad, query, key, value, out, lse, cuts, *rest, scale, **window):
-    """What aten._flash_attention_backward gives."""
-    groups = query.shape[1] // key.shape[1]
-    wide_key, wide_value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    into = [torch.zeros_like(t) for t in (query, wide_key, wide_value)]
-    assert lse.is_contiguous() and grad.shape == out.shape == query.shape
-    for a, b in pairwise(cuts.tolist()):
-        scores = torch.einsum("qhd,khd->hqk", query[a:b], wide_key[a:b]) * scale
-        left, right = (window.get(f"window_size_{side}") for side in ("left", "right"))
-        distribution = (scores - lse[:, a:b, None]).exp() * ~_unseen(b - a, left, right)
-        pull = torch.einsum("qhd,khd->hqk", grad[a:b], wide_value[a:b])
-        score = distribution * (pull - (grad[a:b] * out[a:b]).sum(-1).T[..., None]) * scale
-        into[0][a:b] = torch.einsum("hqk,khd->qhd", score, wide_key[a:b])
-        into[1][a:b] = torch.einsum("hqk,qhd->khd", score, query[a:b])
-        into[2][a:b] = torch.einsum("hqk,qhd->khd", distribution, grad[a:b])
-    summed = (t.unflatten(1, (-1, groups)).sum(2) for t in into[1:])
-    return into[0], *summed
-
-
 @pytest.fixture
 def cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two functions of CUDA's flash attention, by plain operations on the CPU."""
-
-    class Aten:
-        _flash_attention_forward = staticmethod(_flash)
-        _flash_attention_backward = staticmethod(_flash_back)
-        of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        _scaled_dot_product_flash_attention_for_cpu = of_cpu
-
-    class Ops:
-        aten = Aten
-
-    class Torch:
-        ops = Ops
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
     monkeypatch.setattr(attention, "torch", Torch())
 
 

@@ -18,6 +18,7 @@ from outrider.conf.errors import UserError
 from outrider.decode.models import quantize
 from outrider.decode.models.facts import context_length
 from outrider.decode.models.load import torch_dtype
+from outrider.heads.block.attention import MOST, STRIDE
 from outrider.heads.block.head import BlockHead
 from outrider.heads.eagle.head import EagleHead
 from outrider.heads.layers.head import LayeredHead
@@ -109,7 +110,7 @@ class Kept:
 
     kept: float
     products: float
-    levels: int = 1
+    levels: float = 1
     late: int = 0
     back: int = 2
     wide: float = 0.0
@@ -166,16 +167,21 @@ def _parallel(plan: Plan) -> Kept:
 
 
 def _blocks(plan: Plan) -> Kept:
-    """Layers on the rows of all blocks; their scores with all tokens before, one softmax, in
-    float32 and once more in the target's width."""
+    """Layers on the rows of all blocks, which read what each layer makes of all features. In a
+    layer's backward pass beside what it keeps: gradients of its MLP, or copies of keys and
+    values of a call of attention and their gradients, at first for every query head."""
     cfg, every, (d, a, g, m) = plan.typed, plan.tokens, _sides(plan)
     blocks = cfg.anchors or -(-2 * (plan.taught // plan.rows) // cfg.slots)
     rows, weights = plan.rows * blocks * cfg.block, numbers(plan.head) - plan.lm_head
-    scores = rows * plan.layer["num_attention_heads"] * (plan.length + cfg.block)
-    layer = rows * (4 * d + 4 * a + 4 * g + 4 * m) + every * 3 * g
-    kept = cfg.layers * layer + every * 7 * d + rows * 3 * d + weights
-    wide = cfg.layers * scores * (4 + plan.width)
-    return Kept(kept, weights * rows, wide=wide, again=3 * scores)  # gradients of a layer's scores
+    context, layer = every * 3 * g, rows * (6 * d + 5 * a + 3 * g + 4 * m)
+    keys = plan.length**2 // (2 * STRIDE) + blocks * (STRIDE // 2 + cfg.block)
+    again = max(2 * rows * m, min(MOST, keys) * (4 * g + 2 * a))
+    if cfg.activation_checkpointing:
+        layer, again = rows * d, layer + again
+    kept = cfg.layers * (context + layer) + every * (3 + len(plan.head.taps)) * d
+    kept += 2 * rows * d + weights
+    slots = plan.rows * blocks * cfg.slots
+    return Kept(kept, weights * rows, slots / max(plan.taught, 1), again=again)
 
 
 def parts(plan: Plan) -> dict[str, int]:
