@@ -18,15 +18,25 @@ LONGROPE = ("longrope", "su")
 ORIGINAL = "original_max_position_embeddings"  # where the first range of longrope is written
 
 
+def language_model(model: Any) -> Any:
+    """Return the part of a model that its config's text part describes: itself for most."""
+    kind = type(model.config.get_text_config(decoder=True))
+    parts = (part for part in model.modules() if type(getattr(part, "config", None)) is kind)
+    return next(parts, model)
+
+
 def body(model: Any) -> Any:
-    """Return the model without its LM head: what its prefix names, else the child that
+    """Return the language model without its LM head: what its prefix names, else the child that
     holds the embeddings."""
-    if model.base_model is not model:
-        return model.base_model
-    embedding = model.get_input_embeddings()
-    for child in model.children():
+    inner = language_model(model)
+    if inner.base_model is not inner:
+        return inner.base_model
+    embedding = inner.get_input_embeddings()
+    for child in inner.children():
         if child is not embedding and any(part is embedding for part in child.modules()):
             return child
+    if inner is not model:
+        return inner
     raise UserError(
         f"target: {type(model).__name__} has no body apart from its LM head; choose another model"
     )

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 TWICE = ["consolidated*", "original/*", "metal/*"]
 PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 ADAPTER = "adapter_config.json"
+# What transformers raises of a folder that it cannot load
+FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -239,17 +241,20 @@ def _fits(
     even their part of all weights."""
     from transformers import AutoConfig
 
+    from outrider.decode.models import text
+
     place, ranks = (shards.device, shards.ranks) if shards else (place, 1)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-        config = config.get_text_config(decoder=True)
-        dtype, count = str(kind).removeprefix("torch."), memory.parameters(folder)
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        config, dtype = whole.get_text_config(decoder=True), str(kind).removeprefix("torch.")
+        sizes = text.sizes(whole) if text.beside(whole) else memory.headers(folder)
+        count = memory.parameters(sizes)
         need = memory.estimate(config, count, dtype, plan, quantize.bits(cfg.quantize))
         if plan.tokens and cfg.pack == "auto" and packed.takes(kind, place):
             twice = int(config.vocab_size) * int(config.hidden_size) * kind.itemsize
             need = replace(need, weights=need.weights + twice)
         need = replace(need, weights=need.weights // ranks)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except FAILURES:
         return  # loading itself will say what is wrong
     memory.check(need, str(place), cfg.name or folder.name, plan)
 
@@ -261,10 +266,11 @@ def _pretrained(
     place: torch.device,
     layers: int | None = None,
 ) -> Any:
-    import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
+
+    from outrider.decode.models import text
 
     if (folder / ADAPTER).is_file():  # transformers would put it on top, and no hash has it
         raise UserError(
@@ -276,12 +282,14 @@ def _pretrained(
     extra, whole = _arguments(cfg, folder, kind, place), 0
     loud = hf_logging.get_verbosity()
     try:
-        if layers is not None:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        if layers is not None or text.beside(config):
             hf_logging.set_verbosity_error()  # it lists every weight that is left unread
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-            whole, extra["config"] = _cut(config, layers), config
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        if layers is not None:
+            whole = _cut(config, layers)
+        loaded: Any = text.model_class(config).from_pretrained(
             folder,
+            config=config,
             dtype=kind,
             use_safetensors=True,
             trust_remote_code=cfg.trust_remote_code,
@@ -294,25 +302,33 @@ def _pretrained(
             f"target: a weights file in {folder} is cut or is none ({first_line(e)}); fetch it "
             "again (a small text file in its place is git-lfs's: git lfs pull)"
         ) from e
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
+    except FAILURES as e:
         _check_complete({}, folder)
-        fix = "give a folder with its config.json and its weights as safetensors"
-        if isinstance(e, torch.cuda.OutOfMemoryError):
-            fix = f"{kind} does not fit into {place}: use a smaller dtype"
-        elif kept := quantize.stored(folder):
-            fix = f"its weights are kept in {kept}: give the model that it was made of"
-        elif isinstance(e, ValueError | KeyError):
-            fix = "give a model that transformers loads as text in, text out"
         raise UserError(
-            f"target: no loadable causal language model in {folder} ({first_line(e)}); {fix}"
+            f"target: no loadable causal language model in {folder} ({first_line(e)}); "
+            f"{_fix(e, folder, kind, place)}"
         ) from e
     finally:
         hf_logging.set_verbosity(loud)
     model, found = loaded
     _check_complete(found, folder)
+    model.config.architectures = config.architectures  # what engines know the whole by
     if whole:
         model.config.get_text_config(decoder=True).num_hidden_layers = whole
     return model.eval()
+
+
+def _fix(error: Exception, folder: Path, kind: torch.dtype, place: torch.device) -> str:
+    """Return what to do where transformers could not load a folder."""
+    import torch
+
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return f"{kind} does not fit into {place}: use a smaller dtype"
+    if kept := quantize.stored(folder):
+        return f"its weights are kept in {kept}: give the model that it was made of"
+    if isinstance(error, ValueError | KeyError):
+        return "give a model that transformers loads as text in, text out"
+    return "give a folder with its config.json and its weights as safetensors"
 
 
 def _arguments(
@@ -341,12 +357,12 @@ def _first(model: Any, layers: int | None) -> Any:
 def _cut(config: Any, layers: int) -> int:
     """Leave the first layers alone in a config, of lists with an entry for each layer too. Return
     how many there were."""
-    text = config.get_text_config(decoder=True)
-    whole: int = text.num_hidden_layers
-    text.num_hidden_layers = layers
-    for key, value in vars(text).items():
+    own = config.get_text_config(decoder=True)
+    whole: int = own.num_hidden_layers
+    own.num_hidden_layers = layers
+    for key, value in vars(own).items():
         if isinstance(value, list) and len(value) == whole:
-            setattr(text, key, value[:layers])
+            setattr(own, key, value[:layers])
     return whole
 
 

@@ -10,7 +10,7 @@ Shape letters: B rows, L slots, N nodes, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from outrider.decode.models.facts import context_length
 from outrider.decode.models.identity import weight_files
 
 SLACK = 1.05
+Weight = tuple[str, tuple[int, ...], str]  # name, shape, dtype as a file's header names it
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -57,13 +58,13 @@ class Need:
         return f"{size(self.total)} ({parts}, and {SLACK - 1:.0%} to spare)"
 
 
-def parameters(folder: Path) -> tuple[int, int]:
-    """(parameters, of them in matrices) of a model's safetensors files, by their headers; packed
-    MXFP4 weights as many as they are once read. (0, 0) when there are none or they cannot be read:
-    loading will say what is wrong with them."""
+def parameters(weights: Iterable[Weight]) -> tuple[int, int]:
+    """(parameters, of them in matrices) of a model's weights, such as `headers` of its files;
+    packed MXFP4 weights as many as they are once read. (0, 0) when there are none or they cannot be
+    read: loading will say what is wrong with them."""
     total = matrices = 0
     try:
-        for name, shape, dtype in headers(folder):
+        for name, shape, dtype in weights:
             count = math.prod(shape)
             if dtype == "U8" and name.endswith(("_blocks", "_scales")):
                 count = 2 * count if name.endswith("_blocks") else 0  # MXFP4, read unpacked
@@ -75,7 +76,7 @@ def parameters(folder: Path) -> tuple[int, int]:
     return total, matrices
 
 
-def headers(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+def headers(folder: Path) -> Iterator[Weight]:
     """Yield (name, shape, dtype) of each tensor in a model's safetensors files. Raises OSError
     and SafetensorError."""
     for path in weight_files(folder):

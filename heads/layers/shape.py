@@ -56,7 +56,9 @@ def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]
     rope = dict(get("rope_parameters", default={}))
     # Families with a sliding window keep one set per layer type.
     rope = dict(rope.get("full_attention") or rope)
-    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
+    # A Llama layer rotates whole heads; the axes of pictures are one axis for a text.
+    sights = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    rope = {key: value for key, value in rope.items() if key not in sights}
     if len(rope.get("short_factor") or ()) not in (0, head_dim // 2):  # LongRoPE of a part alone
         rope = {"rope_theta": rope.get("rope_theta", 10000.0)}
     return {

@@ -46,14 +46,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_parameters_come_from_the_headers(folder: Path) -> None:
-    assert memory.parameters(folder) == (6400 + 4096 + 64, 4096)
+    assert memory.parameters(memory.headers(folder)) == (6400 + 4096 + 64, 4096)
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-    assert memory.parameters(folder) == (0, 0), "loading will say what is wrong"
+    assert memory.parameters(memory.headers(folder)) == (0, 0), "loading will say what is wrong"
 
 
 def test_the_sum_by_hand(folder: Path) -> None:
     plan = MemoryPlan(rows=3, tokens=50, nodes=9, drafters=1000)
-    need = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan)
+    need = memory.estimate(CONFIG, memory.parameters(memory.headers(folder)), "bfloat16", plan)
     assert need.weights == 2 * 10560 and need.drafters == 1000
     assert (
         need.cache == 2 * 2 * 3 * (50 + 9 + 1) * 2 * 16 * 2
@@ -61,7 +61,11 @@ def test_the_sum_by_hand(folder: Path) -> None:
     assert need.tree == 3 * 10 * 100 * (2 + 8)
     assert need.total >= need.weights + need.cache + need.tree + need.drafters
     small = memory.estimate(
-        CONFIG, memory.parameters(folder), "bfloat16", plan, quantize.bits("bnb-nf4")
+        CONFIG,
+        memory.parameters(memory.headers(folder)),
+        "bfloat16",
+        plan,
+        quantize.bits("bnb-nf4"),
     )
     assert small.weights == (6464 * 16 + 4096 * 4.5) // 8
     assert memory.estimate(CONFIG, (0, 0), "float32", MemoryPlan()) == Need(0, 0, 0)

@@ -59,7 +59,7 @@ def test_weights_are_read_as_plain_numbers(
     for name, value in want.items():
         assert found[name].dtype == getattr(torch, dtype)
         assert torch.equal(found[name].float(), value), name
-    counted, _ = memory.parameters(folder)
+    counted, _ = memory.parameters(memory.headers(folder))
     assert counted == sum(p.numel() for p in found.values())
     ids = torch.arange(4, 20)[None]
     state = target.features(ids, torch.ones_like(ids, dtype=torch.bool), (target.num_layers,))

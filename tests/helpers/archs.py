@@ -15,7 +15,12 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 VOCAB = 61
 WINDOW = 6
@@ -224,6 +229,72 @@ HYBRID: dict[str, dict[str, Any]] = {
     "inkling_text": {**_INKLING, "n_shared_experts": 1, "logits_mup_width_multiplier": 1.0},
     "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 1},
 }
+# Language models beside a vision tower, by AutoModelForImageTextToText.
+_SEES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VL: dict[str, Any] = {
+    "vision_config": {**_SEES, "depth": 1, "num_heads": 2, "out_hidden_size": 32},
+    "image_token_id": 60,
+    "video_token_id": 59,
+    "vision_start_token_id": 58,
+    "vision_end_token_id": 57,
+}
+_TEXT: dict[str, Any] = {**_GQA, "num_hidden_layers": 3, "head_dim": 8}
+_AXES: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+SEEING: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+        "vision_config": {**_SEES, "model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 60,
+    },
+    "qwen2_5_vl": {"text_config": {**_TEXT, "rope_parameters": _AXES}, **_QWEN_VL},
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _AXES},
+        **_QWEN_VL,
+        "vision_config": {**_QWEN_VL["vision_config"], "deepstack_visual_indexes": [0]},
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 16,
+        },
+        "vision_config": {
+            **_SEES,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+        "image_token_index": 60,
+    },
+    "gemma3": {
+        "text_config": {**_TEXT, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+        "vision_config": _SEES,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 60,
+    },
+    "gemma4": {
+        "text_config": {
+            **_TEXT,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+        },
+        "vision_config": {**_SEES, "num_key_value_heads": 2, "head_dim": 8},
+        "audio_config": None,
+        "image_token_id": 60,
+    },
+}
 # Nothing but recurrent state: refused.
 REFUSED: dict[str, dict[str, Any]] = {
     "qwen3_next": HYBRID["qwen3_next"],
@@ -269,16 +340,22 @@ LONGROPE: dict[str, Any] = {
 def build(
     arch: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """A tiny random causal language model of architecture `arch` (a key of ARCHS); `changes`
-    override its config.
+    """A tiny random causal language model of architecture `arch` (a key of ARCHS; of SEEING: with
+    its vision tower); `changes` override its config, those of its language model.
     """
-    config = AutoConfig.for_model(arch, **copy.deepcopy({**ARCHS[arch], **changes}))
+    if arch in SEEING:
+        given = copy.deepcopy(SEEING[arch])
+        given["text_config"].update(changes)
+        auto: Any = AutoModelForImageTextToText
+    else:
+        given, auto = copy.deepcopy({**ARCHS[arch], **changes}), AutoModelForCausalLM
+    config = AutoConfig.for_model(arch, **given)
     torch.manual_seed(seed)
     # Some versions let sdpa drop the softcap on scores silently.
     how = (
         {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
+    model = auto.from_config(config, dtype=dtype, **how)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() >= 2 and "conv" not in name:

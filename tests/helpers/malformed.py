@@ -56,7 +56,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "role is a number": (chat((1, "a")), "unknown role 1"),
     "no content": (b'{"conversations": [{"from": "human"}]}', "content is NoneType"),
     "content is a number": (shared(("human", 3)), "content is int"),
-    "an image": (chat(("user", [{"type": "image"}]), ("assistant", "a")), "turn 0: content holds"),
+    "an image": (chat(("user", [{"type": "image"}]), ("assistant", "a")), "turn 0 holds image"),
     "content blank": (chat(("user", " \n\t"), ("assistant", "a")), "turn 0: content is empty"),
     "half a surrogate": (chat(("user", "q"), ("assistant", "a\ud800")), "turn 1: holds half of"),
     "NUL character": (chat(("user", "q"), ("assistant", "a\0")), "turn 1: holds a NUL"),

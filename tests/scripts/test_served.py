@@ -95,10 +95,10 @@ PROMPTS = [torch.arange(5, 15), torch.arange(40, 60)]
 
 @pytest.mark.parametrize("name", PAIRS.values())
 def test_a_recipe_trains_what_an_engine_loads(name: str, tmp_path: Path) -> None:
-    """But for Hydra heads, which nobody serves, and Qwen2, of which nobody hands out layers."""
+    """But for Hydra heads, which nobody serves."""
     head, target, repository = head_of(name)
     takes = [f for f in formats(head.kind) if not refusals(f, head, target, repository)]
-    served = head.kind != "hydra_heads" and architecture(target) != "Qwen2ForCausalLM"
+    served = head.kind != "hydra_heads"
     assert bool(takes) == (served or head.kind == "small_lm"), name
     target_file = tmp_path / "target.gguf"
     gguf_write.write(target_file, gguf_write.GgufModel("llama", words(VOCAB), {}), "float32")

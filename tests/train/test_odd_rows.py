@@ -176,7 +176,7 @@ ODD = {
         chat({"content": parts("q", "!")}, {"content": parts("a", "b")}), ("ab" + E,)
     ),
     "lists in lists": Odd(chat({"content": [parts("q")]}, "a"), "a part that is 'list'"),
-    "a picture": Odd(chat({"content": parts("q", {"type": "image"})}, "a"), "'image', not text"),
+    "a picture": Odd(chat({"content": parts("q", {"type": "image"})}, "a"), "turn 0 holds image"),
     "pictures beside": Odd(chat("<image>q", "a", images=["p.png"]), "holds images"),
     # rows of tokens, plain text
     "tokens with a mask": Odd(

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from outrider.conf.schema import CONF, compose
 from outrider.decode.target import Target
@@ -42,26 +41,6 @@ ARCHITECTURES = {
 }
 
 
-def gemma3() -> Target:
-    """Gemma 3 as its larger sizes come: a language model with sliding windows beside a vision
-    tower.
-    """
-    text = build("gemma3_text").config.to_dict()
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    vision = dict(zip(keys, (16, 16, 1, 2), strict=True), image_size=28, patch_size=14)
-    config = AutoConfig.for_model(
-        "gemma3",
-        text_config=text,
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        image_token_index=60,
-        boi_token_index=59,
-        eoi_token_index=58,
-    )
-    torch.manual_seed(0)
-    return Target(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
-
-
 def drawn_up(name: str) -> tuple[str, type[TrainConfig]]:
     """The script and the schema of a recipe."""
     return next(run for word, run in RUNS.items() if f"_{word}" in name)
@@ -89,7 +68,7 @@ def test_what_a_recipe_trains_learns_and_drafts_what_it_learned(arch: str, scrip
     tiny = {"draft_vocab": 40, "nodes": 8, "width": 3, "from_target_layers": 2}
     tiny["sliding_window"] = 16
     head = replace(head, **{key: small for key, small in tiny.items() if getattr(head, key, 0)})
-    target = gemma3() if arch == "gemma3" else Target(build(arch, num_hidden_layers=3))
+    target = Target(build(arch, num_hidden_layers=3))
     torch.manual_seed(0)
     draft = head_class(head.kind).for_target(target, head, torch.arange(VOCAB) + 1)
     out = draft(random_batch(vocab=VOCAB), target)

@@ -55,9 +55,11 @@ LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")
 OWN = ("role", "from", "content", "value", *LEARNED)  # keys of a turn that are read here
 CHATS = ("messages", "conversations")  # keys of a row that hold its turns
 SYSTEM = ("system", "system_prompt")  # keys of a row that hold a text before its turns
-# Keys that change what a target sees and are not read: a row, or a turn, with one is left out.
+# Keys, and types of a turn's parts, that change what a target sees and are not read: a row, or a
+# turn, with one is left out.
 UNREAD = (
-    *("documents", "images", "image", "videos", "video", "audios", "audio"),
+    *("documents", "images", "image", "image_url", "input_image", "videos", "video", "video_url"),
+    *("audios", "audio", "audio_url", "input_audio"),
     *("functions", "function_call", "chat_template_kwargs"),
 )
 # Keys of a row of tokens that say which of them are supervised; `labels` by what is not -100.
@@ -354,6 +356,7 @@ def _joined(parts: list[Any] | tuple[Any, ...], i: int) -> str:
     """Return the text of a list of parts, {"type": "text", "text": ".."} each."""
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        _check_read({str(kind): True}, f"turn {i} ")
         if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"turn {i}: content holds a part that is {kind!r}, not text")
     return "".join(part["text"] for part in parts)

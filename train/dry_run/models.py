@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, initialization
+from transformers import AutoConfig
 
 from outrider.conf.errors import UserError, first_line
+from outrider.decode.models import text
 from outrider.decode.models.config import TargetConfig
 from outrider.decode.models.load import tiny_from
 from outrider.decode.models.packages import TARGETS
@@ -33,15 +34,12 @@ class Model:
         given = copy.deepcopy(self.config)
         try:
             config = AutoConfig.for_model(given.pop("model_type", ""), **given)
-            with torch.device("meta"), initialization.no_init_weights():
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return text.empty(config)
         except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
             raise UserError(
                 f"target: transformers makes no causal language model of {self.name}'s config "
                 f"({first_line(error)}); choose a target that it knows"
             ) from None
-        model.tie_weights()
-        return model
 
     @property
     def text(self) -> Any:
