@@ -36,7 +36,8 @@ def composed(line: str) -> tuple[str, list[str]] | None:
     if {"--help", "ls", "VERB", "NAME"} & {*words} or "..." in line or len(words) == 2:
         return None
     if "--launch" in words:
-        del words[words.index("--launch") :][:2]
+        at = words.index("--launch")
+        del words[at : at + 2]
     if words[:2] == ["outrider", "train"]:
         found = cli.trainer(words[2])
         assert found is not None, line
@@ -44,8 +45,8 @@ def composed(line: str) -> tuple[str, list[str]] | None:
     if words[0] == "outrider":
         module = sys.modules[cli.schema_of(words[1]).__module__]
         return Path(cli.FILES[words[1]][0]).stem, getattr(module, "keyed", list)(words[2:])
-    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    return Path(words[at]).stem, words[at + 1 :]
+    file = next(word for word in words if word.endswith(".py"))
+    return Path(file).stem, words[words.index(file) + 1 :]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
