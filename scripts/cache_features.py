@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from outrider.train.accelerator import on_processors
 from outrider.train.data.load import load_rows
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.signals import CODES, Stop
-from outrider.train.waiting import main_first, meet
+from outrider.train.waiting import PAUSE, main_first, meet
 
 
 def write(
@@ -53,20 +54,30 @@ def write(
     shards: list[int],
     states: Iterator[tuple[int, Tensor]],
     console: Console,
+    ranks: int,
 ) -> None:
-    """Write some shards. states: of their rows. Raises Interrupted on a signal; the shards so
-    far are safe."""
+    """Write some shards, while there is room for them. states: of their rows. Raises Interrupted
+    on a signal; the shards so far are safe."""
+
+    def heed() -> None:
+        if stop.requested:
+            raise Interrupted(
+                f"stopped; {writer.folder} keeps the files that are complete, the same "
+                "command continues",
+                CODES[signal.Signals(stop.requested)],
+            )
+
     with Stop() as stop, Steps(console=console, quiet=console.quiet) as bar:
         task = bar.add_task("tokens", total=sum(map(writer.tokens, shards)))
         for number in shards:
+            if writer.full(ranks):
+                console.print("features: room_gb is full; waiting until training deletes files")
+            while writer.full(ranks):
+                time.sleep(PAUSE)
+                heed()
             for tokens in writer.shard(number, states):
                 bar.advance(task, tokens)
-                if stop.requested:
-                    raise Interrupted(
-                        f"stopped; {writer.folder} keeps the files that are complete, the same "
-                        "command continues",
-                        CODES[signal.Signals(stop.requested)],
-                    )
+                heed()
             console.print(f"features: shard {number} written", highlight=False)
 
 
@@ -88,15 +99,16 @@ def main(cfg: CacheConfig) -> None:
     if rank == 0:
         writer.begin()
     state.wait_for_everyone()
-    shards = writer.missing[rank::world]
+    shards = [number for number in writer.missing if number % world == rank]
     if cfg.base_url:
         place, order = Path(cfg.captured).expanduser(), writer.rows_of(shards)
         with CapturedStates(cfg.base_url, place, cfg.concurrency, target, writer.taps) as server:
             texts = (rows.ids[slice(*rows.offsets[r : r + 2].tolist())].tolist() for r in order)
-            write(writer, shards, zip(order, server.states(texts), strict=True), console)
+            write(writer, shards, zip(order, server.states(texts), strict=True), console, world)
     else:
-        write(writer, shards, writer.computed(shards), console)
+        write(writer, shards, writer.computed(shards), console, world)
     meet("written")
+    state.wait_for_everyone()  # the first to leave may hold the store at which the others meet
     console.print(f"features: {writer.folder}", highlight=False)
     if world > 1:
         state.destroy_process_group()

@@ -30,6 +30,7 @@ from outrider.train.checkpoint import is_final, locked
 from outrider.train.config import TrainConfig
 from outrider.train.data.prefetch import Made
 from outrider.train.evaluation import evaluate, gate
+from outrider.train.following import begin_round, forget
 from outrider.train.measure import peak_bytes
 from outrider.train.metrics import Shared, Sums, summary
 from outrider.train.nonfinite import pass_over
@@ -68,26 +69,20 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         while True:
             # The save comes first: an evaluation that fails must cost no step.
             if run.due(cfg.save_every):
-                _save(run, wait=run.last)
+                run.save(wait=run.last)
             if run.due(cfg.eval.every) and cfg.eval.every and not requested:
                 requested = evaluate(run)
             if requested:
-                _save(run, wait=True)
+                run.save(wait=True)
                 raise interruption(stop.requested or requested, run.state.step)
             if run.last:
-                _save(run, wait=True)
+                run.save(wait=True)
                 break
-            requested = train_step(run)
+            requested = begin_round(run) or train_step(run)
+        forget(run)
         _finish(run)
     finally:
         run.close()
-
-
-def _save(run: Run, wait: bool) -> None:
-    """Save this step, unless that is done. wait: until it is on disk."""
-    if run.state.step:
-        with run.clock.part("save"):
-            run.saver.save(run.state, run.head, run.optimizer, run.target.identity, wait)
 
 
 # One step

@@ -25,6 +25,7 @@ MAY_CHANGE = (
     *("target.path", "target.name", "target.revision", "target.kind", "target.attn"),
     *("data.path", "data.name", "data.split", "data.revision", "data.kind", "data.cache"),
     *("data.max_bad_fraction", "data.streaming", "data.workers", "data.features"),
+    "data.follow_delete",
     *("head.activation_checkpointing", "head.chunk", "head.shape", "head.nodes"),
     *("head.depth", "head.width", "head.tree_draw"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.passes import Limits
 from outrider.train.data.prefetch import Made, ahead
-from outrider.train.features.store import Source
+from outrider.train.features.store import CachedTarget, FeatureStore
 from outrider.train.log import Log
 from outrider.train.measure import Flops
 from outrider.train.metrics import Clock, Shared, Sums, exchange
@@ -36,7 +37,8 @@ class Run:
     plan, rows, head, optimizer; everything else watches, keeps or reports.
 
     head: what is trained. model: the head as it is called, wrapped in DDP on several ranks.
-    source: what the head's forward gets as its target. state: the state of the run.
+    store: features that are read in place of the target's pass. state: the state of the run.
+    ready: the rows of the steps before this one are there (train.following); 0: not asked yet.
     """
 
     cfg: TrainConfig
@@ -47,7 +49,7 @@ class Run:
     plan: BatchPlan
     head: Head
     model: nn.Module
-    source: Source
+    store: FeatureStore | None
     optimizer: torch.optim.Optimizer
     state: State
     log: Log
@@ -55,11 +57,18 @@ class Run:
     clock: Clock
     flops: Flops
     profile: torch.profiler.profile | None
+    ready: int = 0
 
     @functools.cached_property
     def feed(self) -> Generator[Made, None, None]:
-        """The batches of this rank, from the next step on."""
-        return ahead(self.make, self.passes, self.state.step)
+        """The batches of this rank, from the next step to the one before `ready`."""
+        return ahead(self.make, self.passes, range(self.state.step, self.ready or sys.maxsize))
+
+    def save(self, wait: bool) -> None:
+        """Save this step, unless that is done. wait: until it is on disk."""
+        if self.state.step:
+            with self.clock.part("save"):
+                self.saver.save(self.state, self.head, self.optimizer, self.target.identity, wait)
 
     def passes(self, step: int) -> list[list[int]]:
         """Return the rows of this rank's passes of a step."""
@@ -72,9 +81,7 @@ class Run:
         without a wait."""
         batch = self.rows.batch(rows)
         batch = dataclasses.replace(batch, plan=self.head.plan(batch, step))
-        target = self.source(batch)
-        if self.source.store is not None:
-            target.read_ahead(self.source.reads)
+        target = CachedTarget(self.target, self.store, batch) if self.store else self.target
         return batch.pinned() if self.device.type == "cuda" else batch, target
 
     def exchange(self, sums: Sums) -> Shared:

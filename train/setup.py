@@ -33,7 +33,8 @@ from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.tokens import PASSED
-from outrider.train.features.store import Source
+from outrider.train.features.store import FeatureStore, computed_in
+from outrider.train.features.store import identity_of as features_identity
 from outrider.train.log import Log
 from outrider.train.measure import Flops, is_no_memory, profiler
 from outrider.train.metrics import Clock
@@ -62,7 +63,8 @@ def begin(
     out, device, main = Path(cfg.out_dir), accelerator.device, accelerator.is_main_process
     target, sharding = (given[0], "") if given else _target(cfg, device)
     rows = given[1] if given else rows_of(cfg.data, target, out if main else None)
-    plan = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
+    follow = cfg.data.follow_batches if cfg.data.follow else 0
+    plan = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip, follow)
 
     checkpoint, state, notes = disk.last_state(out, accelerator)
     counts = rows.counts(target.vocab_size)
@@ -74,10 +76,10 @@ def begin(
         sharding = f"{sharding}, {whole}" if whole else sharding
     head.to(device)
     optimizer = _optimizer(cfg.optim, head)
-    source = Source(target, head)
-    if cfg.data.features:
-        source.open(cfg.data.features, cfg.dtype, cfg.target.quantize, rows)
-    meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning}
+    store = _features(cfg, target, head, rows) if cfg.data.features else None
+    meaning = meaning_of(flat(cfg), target, rows)
+    if store and store.stored != cfg.dtype:
+        meaning["features"] = f"stored in {store.stored}"
     if made.start:
         meaning["start_sha256"] = made.start.sha256
     if checkpoint is not None:
@@ -91,15 +93,16 @@ def begin(
     log, clock = _log(cfg, main, state), Clock(device)
     facts = facts_of(cfg, target, plan, head, accelerator.num_processes)
     facts |= {"start": made.start.path} if made.start else {}
+    facts |= {"features": f"{store.folder}, in {store.stored}"} if store else {}
     for note in notes:
         log.say(note)
     log.header(head, meaning_hash(flat(cfg))[:12], cfg.target.trust_remote_code, facts)
     learned = self_check(rows, plan, target.tokenizer)
-    for note in filter(None, (learned, *made.notes, *begun, sharding, source.note)):
+    for note in filter(None, (learned, *made.notes, *begun, sharding)):
         log.say(note)
     head.train()
     model = _called(accelerator, head)
-    parts = accelerator, stop, target, rows, plan, head, model, source, optimizer, state, log
+    parts = accelerator, stop, target, rows, plan, head, model, store, optimizer, state, log
     saver = disk.Saver(out, cfg.keep, accelerator, state.step or -1)
     profile = profiler(cfg.profile, state.step, out) if main else None
     return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile)
@@ -133,6 +136,15 @@ def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
         stored = cfg.data.features and not (cfg.eval.every or cfg.eval.parity or copied)
         return load_target(cfg.target, cfg.dtype, device, layers=0 if stored else None), ""
     return loaded(cfg.target, cfg.dtype, device, cfg.shard_group, copied)
+
+
+def _features(cfg: TrainConfig, target: Target, head: Head, rows: JoinedRows) -> FeatureStore:
+    """Return the opened features of a run: what the head reads, and the last hidden state."""
+    _ = target.head  # asks the layers how logits follow; later they may be gone
+    identity = features_identity(target, rows, computed_in(cfg.dtype, cfg.target.quantize))
+    reads = dict.fromkeys((*head.taps, target.num_layers))
+    place = Path(cfg.data.features).expanduser()
+    return FeatureStore(place, identity, [*reads], rows, cfg.data.follow)
 
 
 def rows_of(data: DataConfig, target: Target, out: Path | None = None) -> JoinedRows:
@@ -225,10 +237,15 @@ def resolve(
     """
     notes = []
     if not cfg.steps:
-        epochs = cfg.epochs or PASSES  # with minutes, which end it before
+        # With minutes, which end it before.
+        epochs = cfg.epochs or (1 if cfg.data.follow_delete else PASSES)
         cfg = replace(cfg, steps=max(1, round(epochs * per_epoch)))
         most = "at most " if cfg.minutes else ""
         notes.append(f"steps: {most}{cfg.steps:,}, epochs={epochs:g} of {per_epoch:,} batches")
+    if cfg.data.follow_delete and cfg.steps > per_epoch:
+        raise UserError(
+            f"data.follow_delete: a row is learned once: give at most steps={per_epoch}"
+        )
     if cfg.optim.lr is None:
         usual = usual_rate(target.hidden_size, kind.rate_narrows)
         rate = (earlier or {}).get("optim.lr", usual)

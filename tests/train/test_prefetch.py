@@ -25,7 +25,7 @@ def feed_of(made: list[Any], step: int = 0) -> Generator[Made, None, None]:
             raise UserError("row 6 is unreadable")
         return f"batch {rows}", None
 
-    return ahead(make, PLAN.__getitem__, step)
+    return ahead(make, PLAN.__getitem__, range(step, len(PLAN)))
 
 
 def test_the_next_pass_is_made_while_one_is_worked_on() -> None:

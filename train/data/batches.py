@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -257,7 +258,9 @@ class BatchPlan:
     at the end is left out; another permutation leaves out others. Raises UserError when there
     are fewer rows than one batch.
 
-    skip: lines whose rows are not trained on. skipped: how many rows that were.
+    skip: lines whose rows are not trained on. skipped: how many rows that were. follow: batches
+    of a round; the first epoch then goes round by round through the rows in their order, each
+    drawn, sorted and shuffled as an epoch is. 0: the epoch is one round.
     """
 
     def __init__(
@@ -267,7 +270,9 @@ class BatchPlan:
         window: int,
         seed: int,
         skip: Sequence[int | str] = (),
+        follow: int = 0,
     ) -> None:
+        self.follow = follow
         self.rows, self.batch_size, self.window, self.seed = rows, batch_size, window, seed
         named = rows.at(skip)
         self.train, self.skipped = (~rows.held & ~named).nonzero()[:, 0], int(named.sum())
@@ -288,13 +293,23 @@ class BatchPlan:
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash_u63(self.seed, epoch))
-        order = torch.randperm(self.train.numel(), generator=generator)
-        order = self.train[order[: self.per_epoch * self.batch_size]]
+        size = self.follow * self.batch_size if self.follow and not epoch else self.train.numel()
         batches = []
-        for part in order.split(self.window * self.batch_size):
-            part = part[self.rows.lengths[part].argsort(stable=True)].view(-1, self.batch_size)
-            batches.append(part[torch.randperm(part.shape[0], generator=generator)])
+        for rows in self.train.split(size):
+            order = torch.randperm(rows.numel(), generator=generator)
+            order = rows[order[: rows.numel() // self.batch_size * self.batch_size]]
+            for part in order.split(self.window * self.batch_size) if order.numel() else ():
+                part = part[self.rows.lengths[part].argsort(stable=True)].view(-1, self.batch_size)
+                batches.append(part[torch.randperm(part.shape[0], generator=generator)])
         return torch.cat(batches)
+
+    def round(self, step: int) -> tuple[int, Tensor]:
+        """Return (the step behind the round that a step is of, its rows ascending)."""
+        if not self.follow or step >= self.per_epoch:
+            return sys.maxsize, self.train
+        rounds = self.train.split(self.follow * self.batch_size)
+        at = step // self.follow
+        return min((at + 1) * self.follow, self.per_epoch), rounds[at]
 
     def shares(self, step: int, world: int, limits: Limits) -> list[list[list[int]]]:
         """Return the rows of every rank at one step, cut into micro-batches. world divides

@@ -71,6 +71,13 @@ class DataConfig(RowsConfig):
     # folder of outrider cache_features: read the target's features there; empty = run the
     # target
     features: str = ""
+    # features: the folder may still be growing; the first epoch goes through the rows in their
+    # order, shuffled within rounds, and a round begins when its files are complete
+    follow: bool = False
+    # follow: batches of a round
+    follow_batches: OneOrMore = 64
+    # follow: empty files whose rows are learned, once a checkpoint holds it; one epoch
+    follow_delete: bool = False
 
     def validate(self) -> list[str]:
         """Return problems as "key: value; rule; fix"."""
@@ -81,6 +88,10 @@ class DataConfig(RowsConfig):
             found.append("path: several only with data=jsonl and data=text; give one folder")
         if self.kind == "hub" and not (self.name or self.path):
             found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
+        if self.follow and not self.features:
+            found.append("follow: without features; set data.features=FOLDER, or leave it out")
+        if self.follow_delete and not self.follow:
+            found.append("follow_delete: only with data.follow=true; set it, or leave both out")
         for line in self.skip:
             if not re.fullmatch(r"(.+:)?\d+", str(line)) or (
                 isinstance(line, str) and line.isdigit()
@@ -96,7 +107,7 @@ class DataConfig(RowsConfig):
             found += [line for path in self.paths for line in missing("path", path, fix)]
         if isinstance(self.held_out, str) and not Path(self.held_out).expanduser().is_file():
             found.append(f"held_out: {self.held_out} is neither a file nor a share of the rows")
-        if self.features:
+        if self.features and not self.follow:
             fix = "give one that scripts/cache_features.py wrote, or leave it out"
             found += missing("features", self.features, fix, "folder")
         return found

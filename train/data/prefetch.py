@@ -6,8 +6,7 @@ makes the same ones.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,9 +26,9 @@ class Made(NamedTuple):
 
 
 def ahead(
-    make: Make, passes: Callable[[int], list[list[int]]], step: int
+    make: Make, passes: Callable[[int], list[list[int]]], steps: Iterable[int]
 ) -> Generator[Made, None, None]:
-    """Yield every pass from a step on, in order; while one is worked on, the next one is
+    """Yield every pass of some steps, in order; while one is worked on, the next one is
     made. passes: step -> the rows of each pass. Raises what making a batch raises; close it
     in the end."""
 
@@ -38,9 +37,11 @@ def ahead(
 
     with ThreadPoolExecutor(1, "feed") as pool:
         coming: Future[Made] | None = None
-        for k in itertools.count(step):
+        for k in steps:
             parts = passes(k)
             for left, rows in enumerate(parts, 1 - len(parts)):
                 due, coming = coming, pool.submit(made, k, rows, left == 0)
                 if due is not None:
                     yield due.result()
+        if coming is not None:
+            yield coming.result()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from outrider.conf.rules import NotEmpty, OneOrMore, one_of
+from outrider.conf.rules import NotEmpty, OneOrMore, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, Dtype, TargetConfig
 from outrider.train.data.config import DataConfig
 
@@ -33,6 +33,9 @@ class CacheConfig(AutoDtype):
     batch_tokens: OneOrMore = 4096
     # megabytes of one file
     shard_mb: OneOrMore = 256
+    # gigabytes that may lie there at a time, while training deletes what it has learned
+    # (data.follow_delete); 0 = all
+    room_gb: ZeroOrMore = 0
     # cpu, cuda, or empty for what is there
     device: str = ""
     # a vLLM server that captures the hidden states (docs/scaling.md), with /v1; empty = a pass here

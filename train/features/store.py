@@ -11,7 +11,9 @@ Shape letters: B rows, T positions, F taps, D width of the features.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
+from outrider.conf import disk
 from outrider.conf.errors import UserError
+from outrider.decode.models.shards import without_layers
 from outrider.decode.target import Target
-from outrider.heads.base import Batch, Head
+from outrider.heads.base import Batch
 from outrider.train.data.batches import JoinedRows
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+OPEN = 1024  # files that are open at a time: a process can map some 65,000
+CHECKED, APART = 256, 2.0  # tokens that are looked at, nats by which another reading is better
 AGAIN = "write the features again: scripts/cache_features.py with this run's target and data"
 
 
@@ -49,21 +56,36 @@ def identity_of(target: Target, rows: JoinedRows, dtype: str) -> dict[str, Any]:
     return {"format": FORMAT, **found, **tokens, "dtype": dtype}
 
 
+def differences(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    """Return what is not alike in two folders' plans, in words."""
+    return "; ".join(
+        f"{key} {str(theirs.get(key))[:24]} is not {str(mine.get(key))[:24]} of this run"
+        for key in sorted({*mine, *theirs})
+        if theirs.get(key) != mine.get(key)
+    )
+
+
 class FeatureStore:
-    """Opened features. taps: stored hidden states. stored: their dtype. bounds: first row of
-    every shard, and the number of rows. offsets: [R + 1] of the data's rows."""
+    """Opened features. reads: the hidden states that are read. taps: those that are stored.
+    stored: their dtype. bounds: first row of every shard, and the number of rows. offsets:
+    [R + 1] of the data's rows."""
 
     def __init__(
-        self, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: JoinedRows
+        self,
+        folder: Path,
+        identity: dict[str, Any],
+        reads: Sequence[int],
+        rows: JoinedRows,
+        follow: bool = False,
     ) -> None:
-        """Check and open features. Raises UserError, naming the file: unfinished, damaged
-        or foreign files, features of another target or of other data, taps that are not
-        stored."""
-        path, self.offsets = folder / MANIFEST, rows.offsets
+        """Check and open features. follow: files may come later, and are checked as they are
+        opened. Raises UserError, naming the file: unfinished, damaged or foreign files, features
+        of another target or of other data, taps that are not stored."""
+        path, self.folder, self.offsets = folder / MANIFEST, folder, rows.offsets
         try:
             card = json.loads(path.read_text())
             theirs, self.bounds = dict(card["identity"]), [int(row) for row in card["bounds"]]
-            self.taps: tuple[int, ...] = tuple(card["taps"])
+            self.reads, self.taps = tuple(reads), tuple(card["taps"])
             self.stored, self.width = str(card["stored"]), int(card["width"])
         except FileNotFoundError:
             raise UserError(
@@ -71,114 +93,124 @@ class FeatureStore:
             ) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: unreadable ({type(error).__name__}); {AGAIN}") from None
-        wrong = [
-            f"{key} {str(theirs.get(key))[:12]} is not {str(value)[:24]} of this run"
-            for key, value in identity.items()
-            if theirs.get(key) != value
-        ]
+        wrong = differences({key: theirs.get(key) for key in identity}, identity)
         if not wrong and [*self.bounds[:1], *self.bounds[-1:]] != [0, rows.lines.numel()]:
-            wrong = ["its shards do not cover the rows"]
+            wrong = "its shards do not cover the rows"
         if wrong:
+            raise UserError(f"{path}: holds features of something else ({wrong}); {AGAIN}")
+        if not {*reads} <= {*self.taps}:
             raise UserError(
-                f"{path}: holds features of something else ({'; '.join(wrong)}); {AGAIN}"
-            )
-        if not {*taps} <= {*self.taps}:
-            raise UserError(
-                f"{path}: holds the hidden states {[*self.taps]}, the head reads {list(taps)}; "
+                f"{path}: holds the hidden states {[*self.taps]}, the head reads {list(reads)}; "
                 f"{AGAIN}, and with taps=[..] or heads=[..] of this head"
             )
         self._starts = torch.tensor(self.bounds[:-1])
-        self._files = [self._file(shard_path(folder, i), i) for i in range(len(self._starts))]
+        self._there, self._emptied = 0 if follow else len(self._starts), 0
+        self._file = functools.lru_cache(OPEN)(self._opened)
+        for number in range(self._there):
+            self._opened(number)
 
-    def _file(self, path: Path, number: int) -> Any:
+    def _opened(self, number: int) -> Any:
         """Return an opened shard; its tensors must be what the manifest says."""
-        first, last = self.bounds[number : number + 2]
-        wanted = (int(self.offsets[last] - self.offsets[first]), self.width)
-        shapes, why = set(), ""
+        path, (first, last) = shard_path(self.folder, number), self.bounds[number : number + 2]
+        wanted = [int(self.offsets[last] - self.offsets[first]), self.width, self.stored]
+        found, why = [], ""
         try:
             file = safe_open(path, "pt")
-            shapes = {tuple(file.get_slice(f"tap.{t}").get_shape()) for t in self.taps}
+            parts = [file.get_slice(f"tap.{tap}") for tap in self.taps]
+            found = [[*p.get_shape(), str(p[:0].dtype).removeprefix("torch.")] for p in parts]
         except (OSError, SafetensorError) as error:
             why = f" ({error})"
-        if shapes != {wanted}:
+        if found != [wanted] * len(self.taps):
             raise UserError(
-                f"{path}: does not hold {wanted[0]} tokens of the states {list(self.taps)}{why}; "
-                "remove it and start the command that writes the features again, it continues"
+                f"{path}: does not hold {wanted[0]} tokens of the states {list(self.taps)} in "
+                f"{self.stored}{why}; remove it and start the command that writes the features "
+                "again, it continues"
             )
         return file
 
-    def bytes_per_token(self, taps: Sequence[int]) -> int:
-        """Return bytes that a head with these taps reads for a token."""
-        size = getattr(torch, self.stored).itemsize
-        return len({*taps, max(self.taps)}) * self.width * size
+    def _number(self, row: int) -> int:
+        """Return the shard of a row."""
+        return int(torch.searchsorted(self._starts, row, right=True)) - 1
 
-    def row(self, row: int, taps: Sequence[int]) -> Tensor:
+    def row(self, row: int) -> Tensor:
         """[T, F, D] in the stored dtype."""
-        number = int(torch.searchsorted(self._starts, row, right=True)) - 1
+        number = self._number(row)
         first = int(self.offsets[self.bounds[number]])
         part = slice(int(self.offsets[row]) - first, int(self.offsets[row + 1]) - first)
-        file = self._files[number]
-        return torch.stack([file.get_slice(f"tap.{tap}")[part] for tap in taps], 1)
+        file = self._file(number)
+        return torch.stack([file.get_slice(f"tap.{tap}")[part] for tap in self.reads], 1)
+
+    # Files that come and go (data.follow)
+
+    def lacking(self, rows: Tensor) -> str:
+        """Return what is not there yet of the files of ascending rows, "" where all of them are.
+        Raises UserError for a file that is not what it should be, such as one that is emptied."""
+        end = self._number(int(rows[-1]))
+        for number in range(max(self._number(int(rows[0])), self._there), end + 1):
+            if not (path := shard_path(self.folder, number)).is_file():
+                return f"{path}, of the files up to number {end}"
+            self._opened(number)
+            self._there = number + 1
+        return ""
+
+    def forget(self, row: int, empty: bool) -> None:
+        """Close all files, and empty those of the rows before `row` alone (empty: on the rank that
+        does it for all): one that is there is not written again."""
+        self._file.cache_clear()
+        while empty and self._emptied < len(self._starts) and self.bounds[self._emptied + 1] <= row:
+            path = shard_path(self.folder, self._emptied)
+            if not path.is_file() or path.stat().st_size:
+                disk.write_bytes(path, b"")
+            self._emptied += 1
 
 
 class CachedTarget:
     """A target whose features come from a store: for one batch, all that a head's forward asks
-    of a target.
+    of a target. They are read at once, into host memory from which a GPU copies without a wait.
     """
 
     def __init__(self, target: Target, store: FeatureStore, batch: Batch) -> None:
         """batch: on the CPU."""
-        self._target, self._store = target, store
-        self._places = list(zip(batch.sample_ids.tolist(), batch.sizes(), strict=True))
-        self._shape = batch.ids.shape
-        self._read: tuple[tuple[int, ...], Tensor] | None = None
-
-    def read_ahead(self, taps: Sequence[int]) -> None:
-        """Read now what `features` will be asked for, in host memory from which a GPU copies
-        without a wait."""
-        self._read = tuple(taps), self._gathered(taps, self._shape)
+        self._target, self._reads = target, store.reads
+        whole = *batch.ids.shape, len(store.reads), store.width
+        pinned = target.device.type == "cuda"
+        self._read = torch.zeros(whole, dtype=target.dtype, pin_memory=pinned)
+        for b, (row, size) in enumerate(zip(batch.sample_ids.tolist(), batch.sizes(), strict=True)):
+            self._read[b, :size] = store.row(row).to(target.dtype)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int]) -> Tensor:
-        """As Target.features: [B, T, F, D], zeros in the padding."""
-        known, wanted = self._read, tuple(taps)
-        out = known[1] if known and known[0] == wanted else self._gathered(taps, ids.shape)
-        return out.to(self._target.device, non_blocking=True)
-
-    def _gathered(self, taps: Sequence[int], shape: Sequence[int]) -> Tensor:
-        target, pinned = self._target, self._target.device.type == "cuda"
-        whole = *shape, len(taps), self._store.width
-        out = torch.zeros(whole, dtype=target.dtype, pin_memory=pinned)
-        for b, (row, size) in enumerate(self._places):
-            out[b, :size] = self._store.row(row, taps).to(out.dtype)
-        return out
+        """As Target.features: [B, T, F, D], zeros in the padding. taps: of those that are read."""
+        places = [self._reads.index(tap) for tap in taps]
+        every = places == [*range(len(self._reads))]
+        found = self._read if every else self._read[:, :, places]
+        return found.to(self._target.device, non_blocking=True)
 
 
-class Source:
-    """What a head's forward gets as its target, by batch: the target itself, or one that reads
-    `store`. note: a line about it. meaning: what of it changes what is learned
-    (train.resuming). reads: the hidden states that most heads ask for."""
-
-    def __init__(self, target: Target, head: Head) -> None:
-        self.target, self.note = target, ""
-        final = target.num_layers
-        self.reads = head.taps if final in head.taps else (*head.taps, final)
-        self.store: FeatureStore | None = None
-        self.meaning: dict[str, Any] = {}
-
-    def open(self, folder: str, dtype: str, quantize: str, rows: JoinedRows) -> None:
-        """Read features from a folder. dtype, quantize: of the target. Raises UserError where
-        they are not those of the run."""
-        place = Path(folder).expanduser()
-        _ = self.target.head  # asks the layers how logits follow; later they may be gone
-        identity = identity_of(self.target, rows, computed_in(dtype, quantize))
-        self.store = FeatureStore(place, identity, self.reads, rows)
-        self.note = f"features: {place}, {len(self.store.bounds) - 1} files in {self.store.stored}"
-        if self.store.stored != dtype:
-            self.meaning["features"] = f"stored in {self.store.stored}"
-
-    def __call__(self, batch: Batch) -> Any:
-        """The target for one batch."""
-        return self.target if self.store is None else CachedTarget(self.target, self.store, batch)
+@torch.no_grad()
+def check_last(target: CachedTarget, batch: Batch) -> None:
+    """Raise UserError where the last hidden states of a batch tell its next tokens far worse than
+    in another reading, or than chance. Other layers are not judged: no token follows from
+    theirs."""
+    batch, on = batch.to(target.device), batch.mask[:, 2:].nonzero()[:CHECKED].unbind(1)
+    states = target.features(batch.ids, batch.mask, [target.num_layers])[:, :-2, 0][on]
+    with without_layers(target.model):  # the rest is the final norm
+        normed = target.body(inputs_embeds=states[None], use_cache=False).last_hidden_state[0]
+    readings = {
+        "": (states, 1),
+        "one token late": (states, 0),
+        "one token early": (states, 2),
+        "without the final norm": (normed, 1),
+    }
+    nats = {"of another layer or target": math.log(target.vocab_size)}
+    for why, (read, ahead) in readings.items():
+        logits = target.head.finish(target.lm_head(read)).float()
+        nats[why] = float(cross_entropy(logits, batch.ids[:, ahead:][on]))
+    why = min(nats, key=nats.__getitem__)
+    if nats[""] > nats[why] + APART and len(states) > CHECKED // 16:
+        raise UserError(
+            f"data.features: the last hidden states are {why} (they tell the next token by "
+            f"{nats['']:.1f} nats, {nats[why]:.1f} if so); {AGAIN}"
+        )

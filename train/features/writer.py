@@ -21,7 +21,13 @@ from outrider.decode.target import Target
 from outrider.heads.registry import head_class
 from outrider.train.data.batches import JoinedRows, grouped
 from outrider.train.features.config import CacheConfig
-from outrider.train.features.store import MANIFEST, computed_in, identity_of, shard_path
+from outrider.train.features.store import (
+    MANIFEST,
+    computed_in,
+    differences,
+    identity_of,
+    shard_path,
+)
 
 
 def taps_of(cfg: CacheConfig, target: Target) -> tuple[int, ...]:
@@ -76,6 +82,11 @@ class FeatureWriter:
         count = len(self.bounds) - 1
         return [i for i in range(count) if not shard_path(self.folder, i).is_file()]
 
+    def full(self, ranks: int) -> bool:
+        """Return whether no room is left for a file of every rank."""
+        files = sum(p.stat().st_size > 0 for p in self.folder.glob("shard-*")) + ranks
+        return bool(self.cfg.room_gb) and files * self.cfg.shard_mb > self.cfg.room_gb << 10
+
     def tokens(self, number: int) -> int:
         """Return tokens of a shard."""
         first, last = self.rows.offsets[self.bounds[number : number + 2]].tolist()
@@ -95,16 +106,11 @@ class FeatureWriter:
                 raise UserError(
                     f"{path}: unreadable; remove the folder or choose another out"
                 ) from None
-            mine, theirs = ({**plan, **plan.get("identity", {})} for plan in (self.plan, old))
-            differ = [
-                f"{k} {str(theirs.get(k))[:24]} there, {str(mine.get(k))[:24]} asked for"
-                for k in sorted({*mine, *theirs} - {"identity"})
-                if mine.get(k) != theirs.get(k)
-            ]
-            if differ:
+            plans = [{**plan, **plan.get("identity", {})} for plan in (old, self.plan)]
+            if wrong := differences(*({**plan, "identity": ""} for plan in plans)):
                 raise UserError(
-                    f"out: {self.folder} holds other features ({'; '.join(differ)}); choose "
-                    "another folder, or remove this one"
+                    f"out: {self.folder} holds other features ({wrong}); choose another folder, "
+                    "or remove this one"
                 )
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(
@@ -112,6 +118,7 @@ class FeatureWriter:
             )
         whole = self.rows.ids.numel() * self.per_token
         need = sum(map(self.tokens, self.missing)) * self.per_token + (1 << 20)
+        need = min(need, (self.cfg.room_gb << 30) or need)
         disk.check_space("out", self.folder, need, "store fewer taps, or give another folder")
         return (
             f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states "
