@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.scripts.common.prompts import chat_ids
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.ledger import Ledger, say
 from outrider.scripts.data.questions import Question, Questions
@@ -102,6 +103,7 @@ class Answering:
         tools = tools or self.cfg.extra_body.get("tools")
         kept: list[dict[str, Any]] = []
         sent: list[dict[str, Any]] = []
+        ids, loss = list[int](), list[int]()
         for message in turns:
             kept.append(message)
             sent.append(message)
@@ -109,6 +111,11 @@ class Answering:
                 continue
             answer = yield sent, tools
             kept.append(self._message(answer))
+            if self.cfg.tokens:
+                prompt, drawn = self._ids(answer, sent, tools)
+                loss = loss if prompt[: len(ids)] == ids else []  # else it is rendered anew
+                loss = [*loss, *[0] * (len(prompt) - len(loss)), *[1] * len(drawn)]
+                ids = prompt + drawn
             sent.append({"role": "assistant", "content": kept[-1]["content"]})
             if not answer.finished or answer.calls:
                 break
@@ -118,7 +125,16 @@ class Answering:
         if self.answered < SURE:
             self._read(row, answer)
         self.answered += 1
-        return row
+        return row | ({"input_ids": ids, "loss_mask": loss} if ids else {})
+
+    def _ids(
+        self, answer: ServerAnswer, sent: list[dict[str, Any]], tools: Any
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens that were read before an answer, and those of the answer."""
+        if answer.token_ids is None:
+            raise UserError("tokens: the server returns no token ids; vLLM does, or leave it out")
+        read = answer.prompt_ids or chat_ids(self.tokenizer, sent, tools=tools, **self.template)
+        return read, answer.token_ids
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Put rows on file."""

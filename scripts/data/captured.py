@@ -20,9 +20,8 @@ import collections
 import contextlib
 import fcntl
 import itertools
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,45 +55,31 @@ class CapturedStates:
         self.model = ""
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        try:
-            self._do(self.server.__aenter__()).result()
-            self.model = self._do(self.server.model("")).result()
-        except BaseException:
-            self._stop()
-            raise
+        self._runner = asyncio.Runner()
+        self._runner.run(self.server.__aenter__())
+        self.model = self._runner.run(self.server.model(""))
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):
-            self._do(self.server.__aexit__()).result()
-        self._stop()
+        with self._runner as runner, contextlib.suppress(Exception):
+            runner.run(self.server.__aexit__())
 
     def states(self, rows: Iterator[list[int]]) -> Iterator[Tensor]:
         """Yield the hidden states [T, F, D] of each row, `concurrency` of them asked for ahead.
         Raises UserError for a server, a file or states that are not what was asked for."""
-        asked = ((ids, self._do(self._row(ids))) for ids in rows)
+        loop = self._runner.get_loop()
+        asked = ((ids, loop.create_task(self._row(ids))) for ids in rows)
         ahead = collections.deque(itertools.islice(asked, self.concurrency))
         first = True
         try:
             while ahead:
                 ids, found = ahead.popleft()
                 ahead.extend(itertools.islice(asked, 1))
-                yield self._checked(first, ids, *found.result())
+                yield self._checked(first, ids, *self._runner.run(_done(found)))
                 first = False
         finally:
             for _, found in ahead:
                 found.cancel()
-
-    def _do(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
     async def _row(self, ids: list[int]) -> tuple[Path, dict[str, Tensor], int | None]:
         """Return (file, its tensors, the token that the server chose next) of a row."""
@@ -128,9 +113,9 @@ class CapturedStates:
         if not name.isprintable():
             raise UserError(f"base_url: {self.server.base_url} names no file ({name!r})")
         file = self.folder / name
-        deadline = self._loop.time() + SECONDS
+        deadline = time.monotonic() + SECONDS
         while _locked(file):
-            if self._loop.time() > deadline:
+            if time.monotonic() > deadline:
                 raise UserError(f"{file}.lock: held for {SECONDS:g} s; look at the server's log")
             await asyncio.sleep(0.02)
         return file, await asyncio.to_thread(_read, file), chosen
@@ -214,6 +199,10 @@ class CapturedStates:
         """Return whether `chosen` is the likeliest token after a state [1, D], or nearly."""
         logits = self.target.head.finish(self.target.lm_head(state))[0].float()
         return bool(logits.max() - logits[chosen] <= TIE)
+
+
+async def _done(task: asyncio.Task[Any]) -> Any:
+    return await task
 
 
 def _locked(file: Path) -> bool:

@@ -37,6 +37,9 @@ class SynthesizeConfig(AutoDtype):
     target: TargetConfig = field(default_factory=TargetConfig)
     # who answers. local: the target in this process; openai: a server
     backend: Literal["local", "openai"] = "local"
+    # rows hold the tokens too, {input_ids, loss_mask} as they were read and drawn; training, here
+    # and in other trainers, then reads those and renders no template
+    tokens: bool = False
     # conversations that the file shall hold, a larger number extends a finished file; 0 = 600,
     # or all questions
     num_conversations: ZeroOrMore = 0

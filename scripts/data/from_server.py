@@ -61,6 +61,7 @@ class Regenerator(Answering):
             "temperature": self.cfg.answer_temperature,
             "top_p": self.cfg.answer_top_p,
             "stream": False,
+            **({"return_token_ids": True} if self.cfg.tokens else {}),
             **self.cfg.extra_body,
             **({"tools": tools} if tools else {}),
             "messages": messages,

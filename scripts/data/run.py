@@ -134,6 +134,7 @@ def _settings(
     keys = ("backend", "seed", "answer_temperature", "answer_top_p", "extra_body")
     found = {"format": FORMAT, **{key: getattr(cfg, key) for key in keys}}
     found["max_new_tokens"] = cfg.longest
+    found |= {"tokens": True} if cfg.tokens else {}
     if questions:
         found["prompts"] = questions.sha256
         if not is_file(cfg.prompts):

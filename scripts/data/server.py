@@ -34,8 +34,8 @@ class GivenUp(Exception):
 class ServerAnswer:
     """text: as the server sent it. finished: the model ended it, no limit did. tokens: the
     server's count, -1 unknown.
-    token_ids: where the server sent them (vLLM with return_token_ids). reasoning: what a
-    reasoning parser of the server's cut out of the text. calls: of tools, as the API has them."""
+    token_ids, prompt_ids: where the server sent them (vLLM with return_token_ids). reasoning: what
+    a reasoning parser of the server's cut out of the text. calls: of tools, as the API has them."""
 
     text: str
     finished: bool
@@ -43,6 +43,7 @@ class ServerAnswer:
     token_ids: list[int] | None
     reasoning: str = ""
     calls: list[dict[str, Any]] | None = None
+    prompt_ids: list[int] | None = None
 
 
 @dataclass
@@ -202,12 +203,12 @@ def read_answer(reply: Any) -> ServerAnswer:
         raise AnswerRefused(f"the answer holds {HALF}")
     if not text.strip() and not calls and (finished or not thought):
         raise AnswerRefused("the answer is empty" + (" behind its reasoning" if thought else ""))
-    ids = choice.get("token_ids")
-    whole = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
-    counted = type(tokens) is int and 0 <= tokens < MOST_TOKENS
-    return ServerAnswer(
-        text, finished, tokens if counted else -1, ids if whole else None, thought, calls
+    drawn, read = (
+        ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
+        for ids in (choice.get("token_ids"), reply.get("prompt_token_ids"))
     )
+    counted = type(tokens) is int and 0 <= tokens < MOST_TOKENS
+    return ServerAnswer(text, finished, tokens if counted else -1, drawn, thought, calls, read)
 
 
 def _calls(called: Any, finished: bool) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.jsonl import read_lines
 from outrider.decode.models.load import TargetConfig
+from outrider.decode.models.tiny import byte_tokenizer
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.from_server import Regenerator
@@ -246,6 +248,24 @@ def test_token_ids_of_the_server_are_compared(
         (tmp_path / "b").mkdir()
         synthesize(config(tmp_path, url, out=str(tmp_path / "b" / "a.jsonl")))
     assert "another tokenizer" in capfd.readouterr().err
+
+
+def test_rows_of_tokens_are_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested(tmp_path, 6)
+    with serving(tmp_path) as url:
+        synthesize(config(tmp_path, url, tokens=True))
+        for row in map(json.loads, (tmp_path / "a.jsonl").open()):
+            ids = [t for t, on in zip(row["input_ids"], row["loss_mask"], strict=True) if on]
+            said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+            text = byte_tokenizer().decode(ids, skip_special_tokens=True)
+            assert text == "".join(said) and row["loss_mask"][0] == 0
+
+        def without(reply: Any) -> Any:
+            return replace(read_answer(reply), token_ids=None)
+
+        monkeypatch.setattr("outrider.scripts.data.from_server.read_answer", without)
+        with pytest.raises(UserError, match="tokens: the server returns no token ids"):
+            synthesize(config(tmp_path, url, out=str(tmp_path / "b.jsonl"), tokens=True))
 
 
 def test_every_request_has_a_seed_of_its_own_that_the_run_decides(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from outrider.scripts.data.ledger import Ledger
 from outrider.scripts.data.questions import Questions, fingerprint
 from outrider.scripts.data.run import synthesize
 from outrider.scripts.data.server import ServerAnswer
+from outrider.train.data.rows import RowReading, encode, interpret
 from tests.helpers import faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,6 +237,24 @@ def test_own_questions_are_answered_here_in_their_order(tmp_path: Path, answers:
         (alone,) = generate(target, NoDraft(), [request], Sampling(0.0)).generations
         ids = alone.token_ids[:-1] if alone.finish == "eos" else alone.token_ids
         assert target.tokenizer.decode(ids).strip() == last["content"]
+
+
+def test_rows_of_tokens_hold_what_was_read_and_drawn(tmp_path: Path, ends: None) -> None:
+    tokenizer, turns = ending().tokenizer, set()
+    synthesize(given(tmp_path, tokens=True))
+    for row in records(tmp_path / "a.jsonl"):
+        *before, last = row["messages"]
+        read = chat_ids(tokenizer, before)
+        ids, loss = row["input_ids"], row["loss_mask"]
+        drawn = ids[len(read) : len(ids) - row["complete"]]
+        assert ids[: len(read)] == read and loss[len(read) :] == [1] * (len(ids) - len(read))
+        cut = "" if row["complete"] else "\ufffd"  # a character that was not ended
+        assert tokenizer.decode(drawn).strip().removesuffix(cut) == last["content"]
+        turns.add(len(before))
+        assert len(before) > 2 or not any(loss[: len(read)])
+        (found,) = encode(interpret(row, "row"), tokenizer, RowReading(1 << 20))
+        assert found.ids == ids and found.loss == [*map(bool, loss)]
+    assert min(turns) == 1 < max(turns)
 
 
 def test_answers_of_a_run_that_was_killed_go_on_to_the_same_file(
