@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.config import LossWeights as LossWeights
+from outrider.heads.products import add_product
 from outrider.heads.teacher import Teacher, TeacherFn
 
 # Tokens whose logits exist at the same time: a CPU's caches are small, a GPU writes the gradient
@@ -304,8 +305,8 @@ class _Gradients(NamedTuple):
             torch.mul(grad @ w, row, out=self.hidden[k, part])
         if self.weight is not None:
             into = self.weight if self.weight.dim() == 2 else self.weight[k]
-            into += grad.T @ (x * row)
+            add_product(into, grad.T, x * row)
         if self.near is not None and v is not None:
             self.near[part] += (grad @ v) * row
         if self.far is not None and m is not None:
-            self.far.add_(grad.T @ (m * row))
+            add_product(self.far, grad.T, m * row)

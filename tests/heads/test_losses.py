@@ -4,10 +4,13 @@ gradients."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from outrider.heads import products
 from outrider.heads.losses import LossWeights, Taught, chunked_loss, plain_loss
 from outrider.heads.teacher import Teacher
 
@@ -126,3 +129,30 @@ def test_peak_block_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     with Spy():
         chunked_loss(hidden, weight, taught)[0].backward()
     assert 0 < largest <= 16 * 97
+
+
+@pytest.mark.parametrize("builds", ["wide", "rounding", "none"])
+def test_gradients_of_the_weight_add_up_without_rounding(
+    builds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over chunks, in bfloat16, with a build that adds in float32; with one that rounds first or
+    has no such product the plain sum."""
+
+    def addmm(into: Any, a: Any, b: Any, *, out_dtype: Any, out: Any) -> Any:
+        if builds == "none":
+            raise NotImplementedError
+        product = (a @ b).float() if builds == "rounding" else a.float() @ b.float()
+        return out.add_(product)
+
+    names = {name: getattr(torch, name) for name in ("full", "ones", "equal")}
+    monkeypatch.setattr(products, "torch", SimpleNamespace(addmm=addmm, **names))
+    products.adds_wide.cache_clear()
+    g = torch.Generator().manual_seed(0)
+    into, plain, wide = torch.zeros(3, 11, 7).unbind()
+    for _ in range(5):
+        a, b = (torch.randn(*s, generator=g).bfloat16() for s in ((11, 40), (40, 7)))
+        products.add_product(into, a, b)
+        plain += a @ b
+        wide += a.float() @ b.float()
+    products.adds_wide.cache_clear()
+    assert torch.equal(into, wide if builds == "wide" else plain) and not torch.equal(plain, wide)
