@@ -134,6 +134,9 @@ class TrainConfig(AutoDtype):
     seed: Seed = 0
     # rows of an optimizer step, over all ranks
     batch_size: OneOrMore = 32
+    # auto: on a GPU the target's layers are compiled for training passes, where short ones give the
+    # same hidden states; none: they run as they were loaded
+    compile: Literal["auto", "none"] = "auto"
     # most rows of one forward pass of a rank; 0 = all of its rows
     micro_batch: ZeroOrMore = 0
     # most tokens of one forward pass of a rank, padding included, one row in any case; 0 = any

@@ -21,7 +21,7 @@ from outrider.train.data.batches import JoinedRows
 MAY_CHANGE = (
     *("out_dir", "epochs", "start", "save_every", "keep", "log_every", "bad_steps"),
     *("micro_batch", "micro_tokens", "profile", "trackers", "wandb", "wandb_project", "eval"),
-    *("device", "shard_target", "shard_group"),
+    *("device", "shard_target", "shard_group", "compile"),
     *("target.path", "target.name", "target.revision", "target.kind", "target.attn"),
     *("data.path", "data.name", "data.split", "data.revision", "data.kind", "data.cache"),
     *("data.max_bad_fraction", "data.streaming", "data.workers", "data.features"),

@@ -28,6 +28,7 @@ from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import hash_u63
 from outrider.heads.warm import Start
 from outrider.train import checkpoint as disk
+from outrider.train.compiled import passes_of
 from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
@@ -100,12 +101,13 @@ def begin(
     learned = self_check(rows, plan, target.tokenizer)
     for note in filter(None, (learned, *made.notes, *begun, sharding)):
         log.say(note)
+    fast = passes_of(target, device, log.say) if cfg.compile == "auto" and not store else target
     head.train()
     model = _called(accelerator, head)
     parts = accelerator, stop, target, rows, plan, head, model, store, optimizer, state, log
     saver = disk.Saver(out, cfg.keep, accelerator, state.step or -1)
     profile = profiler(cfg.profile, state.step, out) if main else None
-    return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile)
+    return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile, fast)
 
 
 def _check_space(out: Path, head: Head, keep: int) -> None:
