@@ -201,7 +201,7 @@ def gate(run: Run) -> None:
     if not found.passed:
         raise CheckFailed(
             f"parity: {run.out / 'head'}: {'; '.join(found.problems)}. The head is saved, but do "
-            f"not trust its training figures; scripts/validate.py checks the parts ({result})"
+            f"not trust its training figures; outrider validate checks the parts ({result})"
         )
 
 

@@ -52,9 +52,9 @@ class Log:
             file.write(json.dumps(line) + "\n")
         self.trackers.log(step, values)
 
-    def header(self, head: nn.Module, config: str, remote: bool, facts: dict[str, Any]) -> None:
+    def header(self, head: nn.Module, config: str, facts: dict[str, Any]) -> None:
         """Versions, commit and facts of the run. config: hash of the keys that decide what is
-        learned. remote: whether a repository's own code runs."""
+        learned."""
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
         about = {
             "config": config,
@@ -63,9 +63,6 @@ class Log:
             f"{torch.get_num_threads()} threads, {gpu}",
             "python": platform.python_version(),
             **{p: version(p) for p in PACKAGES},
-            "trust_remote_code": "ON: code of the target's repository runs here"
-            if remote
-            else "off",
         }
         self.say("  ".join(f"{k} {v}" for k, v in about.items()))
         for key, value in facts.items():

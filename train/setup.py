@@ -97,7 +97,7 @@ def begin(
     facts |= {"features": f"{store.folder}, in {store.stored}"} if store else {}
     for note in notes:
         log.say(note)
-    log.header(head, meaning_hash(flat(cfg))[:12], cfg.target.trust_remote_code, facts)
+    log.header(head, meaning_hash(flat(cfg))[:12], facts)
     learned = self_check(rows, plan, target.tokenizer)
     for note in filter(None, (learned, *made.notes, *begun, sharding)):
         log.say(note)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.facts import eos_ids
@@ -23,6 +22,7 @@ from outrider.train.data.load import load_rows
 from outrider.train.setup import fitting
 from tests.helpers.chats import CHATML_WITH_SPANS
 from tests.helpers.training import chats, run, tiny_target
+from tests.train.test_odd_rows import ODD
 
 
 def test_a_target_without_chat_template_is_message_once_not_row_by_row(tmp_path: Path) -> None:
@@ -76,77 +76,6 @@ def taught(rows: JoinedRows, row: int = 0) -> list[str]:
 GOOD = said("q", "a")
 
 
-def test_a_system_text_beside_the_turns_stands_first(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "one plus one?"}, {"from": "gpt", "value": "deux"}]
-    beside = {"system": "Answer in French.", "conversations": turns}
-    inside = said("one plus one?", "deux")
-    inside["messages"].insert(0, {"role": "system", "content": "Answer in French."})
-    for row in (beside, {**inside, "system_prompt": "Answer in French."}):
-        one, other = read(tmp_path, row), read(tmp_path, inside)
-        assert one.ids.equal(other.ids) and one.loss.equal(other.loss)
-    rows = read(tmp_path, {**inside, "system": "Another."}, GOOD, {**GOOD, "system": ""})
-    assert "another one in them" in rows.bad[0] and rows.lines.tolist() == [2, 3]
-
-
-def test_turns_and_rows_of_weight_0_are_not_learned(tmp_path: Path) -> None:
-    four = said("q", "first", "r", "second")
-    for key, value in (("weight", 0), ("loss", False), ("train", False), ("trainable", 0)):
-        four["messages"][1] = {"role": "assistant", "content": "first", key: value}
-        rows = read(tmp_path, four)
-        assert taught(rows) == ["second<|im_end|>"], key
-        assert (
-            "1 of 1 assistant turns" in rows.supervision() and "1 not learned" in rows.supervision()
-        )
-        assert read(tmp_path, four, turns="rows").lines.tolist() == [1]
-        whole = read(tmp_path, {**GOOD, key: value}, GOOD)
-        assert whole.lines.tolist() == [2] and not whole.bad
-    last = said("q", "first", "r", "second")
-    last["messages"][3]["weight"] = 0.0
-    assert taught(read(tmp_path, last)) == ["first<|im_end|>"]
-    assert read(tmp_path, last, GOOD, last_turn_only=True).lines.tolist() == [2]
-    assert "0.5" in read(tmp_path, {**GOOD, "weight": 0.5}, GOOD).bad[0]
-
-
-def test_what_a_row_says_and_nobody_reads_is_left_out_by_name(tmp_path: Path) -> None:
-    called = said("q", "a")
-    called["messages"][1] = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
-    odd = [{**GOOD, key: ["x"]} for key in ("documents", "images", "functions", "audio")]
-    odd += [{**GOOD, "chat_template_kwargs": {"a": 1}}, called]
-    rows = read(tmp_path, *odd, {**GOOD, "images": [], "id": 7, "source": "x"})
-    names = ("documents", "images", "functions", "audio", "chat_template_kwargs", "function_call")
-    assert all(f"holds {name}" in bad for name, bad in zip(names, rows.bad, strict=True))
-    assert rows.lines.tolist() == [7] and "1 x holds images" in rows.reasons(6)
-
-
-def test_rows_of_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
-    ids, mask = [0, 5, 6, 7, 8, 2], [0, 0, 1, 1, 0, 1]
-    rows = read(
-        tmp_path,
-        {"input_ids": ids, "loss_mask": mask},
-        {"input_ids": ids},
-        {"input_ids": ids, "loss_mask": [1]},
-        {"input_ids": ["a"], "loss_mask": [1]},
-        {"input_ids": ids, "loss_mask": [1, 0, 0, 0, 0, 0]},
-    )
-    assert rows.lines.tolist() == [1, 2] and rows.ids[:6].tolist() == ids
-    assert rows.loss[:6].tolist() == [bool(on) for on in mask]
-    assert rows.loss[6:].tolist() == [False, *[True] * 5] and rows.prompt(0) == ids[:2]
-    assert [bad.partition(": ")[2].split()[0] for bad in rows.bad] == [
-        "loss_mask",
-        "input_ids",
-        "no",
-    ]
-
-
-def test_plain_text_begins_as_the_tokenizer_has_it(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer._tokenizer.post_processor = TemplateProcessing(
-        "<|im_start|> $A", None, [("<|im_start|>", 1)]
-    )
-    rows = read(tmp_path, {"text": "abc"}, tokenizer=tokenizer)
-    assert rows.ids[0] == 1 and rows.loss.tolist() == [False, True, True, True]
-
-
 def test_tags_that_leave_the_end_of_a_turn_out_do_not_lose_it(tmp_path: Path) -> None:
     template = CHATML_WITH_SPANS
     end = "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -163,8 +92,9 @@ def test_packed_lines_and_one_array_are_read_as_they_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    plain = chats(tmp_path / "plain.jsonl", 9)
-    lines, path = plain.read_bytes(), tmp_path / name
+    plain, path = tmp_path / "plain.jsonl", tmp_path / name
+    plain.write_text("".join(json.dumps(odd.row) + "\n" for odd in ODD.values()))
+    lines = plain.read_bytes()
     if name.endswith("gz"):
         path.write_bytes(gzip.compress(lines))
     elif name.endswith("zst"):
@@ -172,10 +102,19 @@ def test_packed_lines_and_one_array_are_read_as_they_are(
     else:
         path.write_text(json.dumps([json.loads(line) for line in lines.splitlines()]))
     found, want = (
-        load_rows(DataConfig(path=str(p), cache=False), byte_tokenizer(), (2,), 260, 512)
+        load_rows(
+            DataConfig(path=str(p), cache=False, max_bad_fraction=1.0),
+            byte_tokenizer(),
+            {2},
+            260,
+            512,
+        )
         for p in (path, plain)
     )
     assert found.ids.equal(want.ids) and found.loss.equal(want.loss)
+    assert [line.removeprefix(str(path)) for line in found.bad] == [
+        line.removeprefix(str(plain)) for line in want.bad
+    ]
 
 
 def test_what_ends_a_turn_is_joined_and_said(

@@ -134,18 +134,6 @@ def test_tool_calls_reach_the_template_and_are_supervised(content: str | None) -
         tokenize(turns, CHATML)
 
 
-def test_what_a_template_passes_over_is_said() -> None:
-    turns = chat("one", "two")
-    turns[-1]["reasoning_content"] = "because"
-    with pytest.raises(BadRow, match="f:1: the chat template does not show the reasoning_content"):
-        tokenize(turns, CHATML)
-    turns = [{"role": "developer", "content": "be brief"}, *chat("one", system="")]
-    assert texts(*tokenize(turns, CHATML)) == ["one<|im_end|>"]
-    known = "{% for m in messages if m.role in ('user', 'assistant') %}" + HEADER
-    with pytest.raises(BadRow, match="does not show turn 0, role 'developer'"):
-        tokenize(turns, known + "{{ m.content }}" + TURN_END + "{% endfor %}" + ASK)
-
-
 def write(path: Path, rows: int = 12) -> Path:
     with path.open("w") as file:
         for i in range(rows):

@@ -1,4 +1,4 @@
-"""scripts/validate.py: sound heads pass, and a head with a known mistake is caught by the
+"""train/validate.py: sound heads pass, and a head with a known mistake is caught by the
 check for it.
 """
 

@@ -29,7 +29,7 @@ from outrider.train.data.batches import LEFT_OUT, JoinedRows, joined, some_held_
 from outrider.train.data.config import DataConfig
 from outrider.train.data.rows import Item, RowReading, read_text
 
-VERSION = 6  # of the token cache: raise it when rows are encoded differently
+VERSION = 7  # of the token cache: raise it when rows are encoded differently
 GIVE = "give a file with messages, conversations or text"
 ROW = (
     'write {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", '

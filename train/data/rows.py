@@ -162,8 +162,9 @@ def interpret(record: Any, where: str) -> ChatRow:
     user's words."""
     if not isinstance(record, dict):
         raise ValueError("is not an object {..}")
+    record = {key: value for key, value in record.items() if value is not None}
     _check_read(record, "")
-    if record.get("input_ids") is not None:
+    if "input_ids" in record:
         return _tokens(record, where)
     logged = {"request", "response"} <= record.keys() and not record.keys() & {*CHATS}
     whole = learns(record)
@@ -228,7 +229,7 @@ def learns(given: Mapping[str, Any]) -> bool:
 def _passed(record: Mapping[str, Any], *read: str) -> frozenset[str]:
     """Return the keys of a row, of which `read` were read, that hold something else."""
     known = {*read, *LEARNED, *UNREAD}
-    return frozenset(key for key, v in record.items() if key not in known and v is not None)
+    return frozenset(key for key in record if key not in known)
 
 
 def _check_read(given: Mapping[str, Any], what: str) -> None:
