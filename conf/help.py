@@ -13,27 +13,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outrider.conf.typed import default, key_of, nested_schema
+from outrider.conf.words import USUAL
 
 NARROWEST, WIDEST, COLUMN = 50, 100, 32  # columns of a terminal, and of a key
+SHORT, FIRST = 20, 10  # keys that are all shown, and those that are of more
 FOR_TESTS = "tiny: "  # how the words about a key begin that only a target for tests has
 FIELD = re.compile(r"    (\w+): [^#]*(?:# (?!type: ignore|noqa)(.*))?")
 Row = tuple[str, str, str]  # dotted key, KEY=VALUE as one would type it, what is said of it
 
 
 def layout(
-    words: Sequence[str], schema: type, here: dict[str, Any], options: Mapping[str, Iterable[str]]
+    words: Sequence[str],
+    schema: type,
+    here: dict[str, Any],
+    options: Mapping[str, Iterable[str]],
+    every: bool = True,
 ) -> str:
     """Return the help of a command. words: paragraphs before the keys. here: what is composed of
-    its choices. options: of its groups."""
+    its choices. options: of its groups. every: all keys, else the FIRST ones where there are
+    many."""
     tests = here.get("target", {}).get("kind") == "tiny"
     rows = [row for row in _rows(schema, here) if tests or not row[2].startswith(FOR_TESTS)]
     needed = [row for row in rows if "=" not in row[1]]
     groups = [(name, f"{name}=", " | ".join(sorted(known))) for name, known in options.items()]
-    others = sorted((row for row in rows if row not in needed), key=lambda row: "." in row[0])
+    others = {row[0]: row for row in rows if row not in needed}
+    few = [others[key] for key in USUAL if key in others][:FIRST]
     parts = [text.strip() for text in words if text]
     parts += [f"Required (KEY=VALUE):\n{_table(needed)}"] if needed else []
     parts += [f"Groups (GROUP=OPTION):\n{_table(groups)}"] if groups else []
-    parts.append(f"Keys (KEY=VALUE, here with their defaults):\n{_table(others)}")
+    title = "Keys (KEY=VALUE, here with their defaults)"
+    if not every and len(others) > SHORT:
+        parts.append(f"{title}:\n{_table(few)}")
+        return "\n\n".join([*parts, f"--help all shows {len(others) - len(few)} more."])
+    sections: dict[str, list[Row]] = {"": []}
+    for row in others.values():
+        sections.setdefault(row[0].rpartition(".")[0], []).append(row)
+    for name, some in sections.items():
+        parts += [f"{title}{name and f', {name}'}:\n{_table(some)}"] if some else []
     return "\n\n".join(parts)
 
 

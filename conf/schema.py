@@ -10,8 +10,9 @@ Used as
         main()
 
 A command line is composed through Hydra's compose API, so that every problem (grammar, unknown
-key, missing option, wrong type, broken rule) is reported in one go. `--help` lists the keys with
-the values that the chosen groups have; `--multirun KEY=A,B` runs the command for each value.
+key, missing option, wrong type, broken rule) is reported in one go. `--help` lists the usual keys,
+`--help all` every one, with the values that the chosen groups have; `--multirun KEY=A,B` runs the
+command for each value.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def help_text(
     about: Sequence[str], name: str, schema: type, given: Sequence[str] = (), conf_dir: Path = CONF
 ) -> str:
     """Return what `--help` says of a command. about: paragraphs before the keys. given: the
-    command line, whose choices of groups hold. Raises UserError for a choice that is none."""
+    command line, whose choices of groups hold; "all" in it shows all keys. Raises UserError for a
+    choice that is none."""
     options = groups(conf_dir, name)
     chosen = [word for word in given if word.partition("=")[0] in options]
     taken, problems = overrides_of(name, chosen, conf_dir)
@@ -151,7 +153,7 @@ def help_text(
     here: Any = OmegaConf.to_container(cfg, resolve=True)
     with contextlib.suppress(UserError):  # a choice is missing, and so are the keys behind it
         schema = exact(cfg, schema)
-    return layout(about, schema, here, options)
+    return layout(about, schema, here, options, "all" in given)
 
 
 def refused(name: str, schema: type, given: Sequence[str], conf_dir: Path = CONF) -> int:

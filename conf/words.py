@@ -1,6 +1,6 @@
 """Words that are none of ours and what to say of them: names that left with version 0.3
 (conf/words/left.yaml, kept for one release), and what other trainers and engines call a key
-(conf/words/synonyms.yaml)."""
+(conf/words/synonyms.yaml); and the keys of ours that matter most (conf/words/usual.yaml)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import yaml
 LAST = "0.2 (commit 9286df1b)"  # the last version that has all of it
 
 
-def _table(name: str) -> dict[str, dict[str, Any]]:
+def _table(name: str) -> Any:
     path = Path(__file__).with_name("words") / f"{name}.yaml"
-    found: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 LEFT, _theirs = _table("left"), _table("synonyms")
+USUAL: list[str] = _table("usual")["usual"].split()
 CURES = {name: ours.split("|") for ours, names in _theirs["ours"].items() for name in names.split()}
 REASONS = {name: why for why, names in _theirs["none"].items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""Does a running server do what an export was measured to do?
+"""Say whether a running server drafts and answers as the export was measured to.
 
     outrider check url=http://127.0.0.1:8080 expected=exports/eagle3
 

@@ -153,7 +153,7 @@ def run(verb: str, words: list[str]) -> NoReturn:
     file, stem, schema = FILES[verb][0], Path(FILES[verb][0]).stem, schema_of(verb)
     keyed = getattr(sys.modules[schema.__module__], "keyed", list)(words)  # words without a key
     if HELP & {*words}:
-        print(help_text([own_words(file)], stem, schema, keyed))
+        print(help_text([own_words(file)], stem, schema, keyed + ["all"] * ("all" in words)))
         raise SystemExit(0)
     if code := refused(stem, schema, keyed):
         raise SystemExit(code)
@@ -178,7 +178,8 @@ def train(words: list[str]) -> None:
     file, head = found
     script, keys = Path(file).stem, [*head, *words]
     if HELP & {*words}:
-        print(help_text([own_words(file), SAME], script, keys_of(script), keys))
+        heading = f"{name}: {options('head')[name]}" if head else ""
+        print(help_text([heading, own_words(file), SAME], script, keys_of(script), keys))
         return
     known = not head or (CONF / "head" / f"{name}.yaml").exists()  # a package's is heavy
     if known and (code := refused(script, keys_of(script), keys)):
@@ -260,7 +261,7 @@ def _two_columns(rows: dict[str, str], indent: str) -> list[str]:
 def overview() -> str:
     """Return what `outrider --help` says: all verbs, by what they are for."""
     lines = [
-        "usage: outrider VERB KEY=VALUE ... (outrider VERB --help lists the keys)",
+        "usage: outrider VERB KEY=VALUE ... (outrider VERB --help: its keys; --help all)",
         "",
         "Draft heads for speculative decoding: train, decode losslessly, score, serve.",
     ]

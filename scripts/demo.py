@@ -1,6 +1,8 @@
-"""The main job, start to end: Hydra heads and an EAGLE-3 head learn from conversations that
-the target wrote, and are scored beside n-grams and plain decoding: on questions of the same
-kind that nothing learned from, at T = 0 and T = 1, and on others that are unlike the data.
+"""Train two heads of a small model and score them, start to end, on two cores without a GPU.
+
+Hydra heads and an EAGLE-3 head learn from conversations that the target wrote, and are scored
+beside n-grams and plain decoding: on questions of the same kind that nothing learned from, at
+T = 0 and T = 1, and on others that are unlike the data.
 
     make demo            # minutes; a first table within one
     make demo FAST=1     # the same steps with tiny budgets: its figures mean little

@@ -1,4 +1,4 @@
-"""What prevents training on this machine: versions, torch's build, GPUs, the attention
+"""Say what prevents training on this machine: versions, torch's build, GPUs, the attention
 kernel that a run takes, memory and disk.
 
     outrider doctor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import typing
@@ -13,6 +14,7 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import groups
+from outrider.conf.words import USUAL
 from outrider.heads.interop import FORMATS
 from outrider.scripts import cli
 from outrider.scripts.common.files import ROOT
@@ -64,6 +66,19 @@ def test_help_and_lists_load_no_framework(tmp_path: Path) -> None:
         assert code == "0" or words.startswith("train "), err
         assert "Keys (KEY=VALUE" in out and "type: ignore" not in out, words
     assert all("eagle3" in out or "evaluate" in out for *_, out in found[len(verbs) :])
+
+
+def test_help_shows_the_keys_that_matter_and_all_of_them_when_asked(tmp_path: Path) -> None:
+    words = [f"{verb} --help all" for verb in ("train eagle3", *cli.FILES)]
+    short, *every = (out for *_, out in called(["train eagle3 --help", *words], tmp_path))
+    few, *known = (
+        re.findall(r"^  ([a-z_0-9.]+)=", text.partition("Keys (")[2], re.M)
+        for text in (short, *every)
+    )
+    assert len(few) == 10 and {*few} < {*known[0]} and short.startswith("eagle3: ")
+    assert f"--help all shows {len(known[0]) - 10} more" in short and "more." not in every[0]
+    assert len(known[0]) == len({*known[0]}) > 80
+    assert {*USUAL} <= {key for keys in known for key in keys}, "each is a key of some command"
 
 
 def test_every_verb_and_every_head_has_a_file() -> None:
