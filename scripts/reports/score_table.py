@@ -18,9 +18,7 @@ WORDS = {
     "another one, up to chance",
     "accepted at 1…4": "of the cycles that proposed that depth and accepted the one before, the "
     "share that accepted it",
-    "same tokens": "n/m: of m answers, one for each turn of a prompt, n are plain decoding's, "
-    "token by token; +k≈: k more part where two tokens are equally likely up to rounding, so "
-    "either is the model's own; !k: k part beyond rounding",
+    "same tokens": "n/m: of m answers n are plain decoding's, token by token",
     "brackets": "95 % bootstrap over prompts (of times: over prompts that ran together)",
 }
 
@@ -78,9 +76,9 @@ def table(report: dict[str, Any], **more: Any) -> Table:
     }
     columns: list[tuple[str, Any]] = [
         ("drafter", lambda r: r["label"]),
+        ("speedup", speed),  # on a phone the first columns are on the screen
         ("accepted length", lambda r: interval(r["accepted_length"])),
         ("break even", lambda r: even(r["break_even"])),
-        ("speedup", speed),
         ("end to end", lambda r: ratio(r["end_to_end"]["speedup"], r["doubts"])),
         ("rank", lambda r: ranks.get(r["name"], "–")),
         ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
@@ -104,10 +102,19 @@ def notes(report: dict[str, Any]) -> list[str]:
             f"A stop token or the limit cut every cycle of {', '.join(cut)}: no accepted length; "
             "give more max_new_tokens."
         )
-    wrong = [r["label"] for r in rows if (r.get("lossless") or {}).get("beyond_rounding")]
+    compared = {r["label"]: r["lossless"] for r in rows if r.get("lossless")}
+    asked = report["settings"]["num_prompts"]
+    if more := [found["checked"] for found in compared.values() if found["checked"] > asked]:
+        lines.append(f"same tokens: {asked} prompts have {max(more)} turns, an answer each.")
+    if near := [label for label, found in compared.items() if found["within_rounding"]]:
+        lines.append(
+            f"+k≈ ({', '.join(near)}): k answers part where two tokens are equally likely up to "
+            "rounding; either is the model's own."
+        )
+    wrong = [label for label, found in compared.items() if found["beyond_rounding"]]
     if wrong:
         lines.append(
-            f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
+            f"NOT LOSSLESS beyond rounding (!k): {', '.join(wrong)}; see `lossless` in report.json."
         )
     lines += doubted({row["label"]: row["doubts"] for row in rows})
     if outgrown := len(report["skipped_turns"]):

@@ -179,7 +179,10 @@ def test_the_page_stands_alone(report: dict[str, Any]) -> None:
 
 def test_answers_that_part_are_counted_in_the_table(report: dict[str, Any]) -> None:
     fast = score_table.table(report).rows[1]
-    assert fast[0] == "fast" and fast[1].startswith("2.00") and fast[-1] == "1/2 +1≈"
+    assert fast[0] == "fast" and fast[2].startswith("2.00") and fast[-1] == "1/2 +1≈"
+    assert any(line.startswith("+k≈ (none, fast)") for line in score_table.notes(report))
+    report["settings"]["num_prompts"] = 1
+    assert "same tokens: 1 prompts have 2 turns, an answer each." in score_table.notes(report)
     report["drafters"][1]["lossless"]["beyond_rounding"] = 1
     assert any("NOT LOSSLESS" in line for line in score_table.notes(report))
 
