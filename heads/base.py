@@ -112,18 +112,16 @@ class Head(Stored):
 
         Raises UserError for more levels than the head guesses."""
         requested, cfg, most = draft or DraftSpec(), self.cfg, self.deepest
-        longest = max(map(len, requested.paths)) if requested.paths else requested.depth or 0
-        if most is not None and longest > most:
-            raise UserError(
-                f"decode settings: {longest} levels, but the head guesses {most}; give fewer"
-            )
+        if most is not None and (requested.depth or 0) > most:
+            asked = f"decode settings: {requested.depth} levels"
+            raise UserError(f"{asked}, but the head guesses {most}; give fewer")
         shape = requested.shape or cfg.shape
         depth = requested.depth or self.usual
         if shape == "chain":
             return Form.chain(depth)
         drawn = cfg.tree_draw == "sampled"
-        nodes = len(requested.paths or ()) or requested.nodes or cfg.nodes
-        static = TreeShape.of(requested.paths) if requested.paths else self.tree(nodes, depth)
+        nodes = requested.nodes or cfg.nodes
+        static = self.tree(nodes, depth)
         ids = self.ids()
         known = target.vocab_size if ids is None else ids.numel()
         static = TreeShape(tuple(path for path in static.paths if max(path) < known))

@@ -33,9 +33,8 @@ class DraftSpec:
 
     source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain",
     "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. width: nodes that a
-    dynamic tree expands per level. paths: ranks of a static tree's nodes. None: as the drafter
-    itself has it. parts: the drafters of a union, whose names joined are its source; () for a
-    single one."""
+    dynamic tree expands per level. None: as the drafter itself has it. parts: the drafters of a
+    union, whose names joined are its source; () for a single one."""
 
     source: str = ""
     shape: str = ""
@@ -43,7 +42,6 @@ class DraftSpec:
     nodes: int | None = None
     adaptive: bool = False
     width: int | None = None
-    paths: tuple[tuple[int, ...], ...] | None = None
     parts: tuple[DraftSpec, ...] = ()
 
     @property

@@ -11,40 +11,26 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from annotated_types import Interval, MaxLen
+from typing import Any, Literal
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.models.identity import sha256_weights
-from outrider.decode.tree import TreeShape
-from outrider.heads.config import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width
+from outrider.heads.config import Levels, Nodes, Width
 from outrider.heads.names import CARD, DraftSpec
 
 DECODE = "decode.json"
-Rank = Annotated[int, Interval(ge=0, lt=MOST_WIDTH)]
-Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
 
 
 @dataclass(frozen=True)
 class DraftSettings:
     """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a
-    tree. width: nodes that a dynamic tree expands per level. paths: ranks of a static tree's
-    nodes. None: as the head itself has it."""
+    tree. width: nodes that a dynamic tree expands per level. None: as the head itself has it."""
 
     shape: Literal["chain", "tree"]
     depth: Levels | None = None
     nodes: Nodes | None = None
     width: Width | None = None
-    paths: Annotated[tuple[Ranks, ...], MaxLen(MOST_NODES)] | None = None
-
-    def validate(self) -> list[str]:
-        try:
-            TreeShape.of(self.paths or ())
-        except UserError as error:
-            return [f"paths: {error}"]
-        return []
 
     def draft(self, requested: DraftSpec | None = None) -> DraftSpec:
         """Return `requested` (None: anything) in this shape."""

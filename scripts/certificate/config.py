@@ -9,6 +9,7 @@ from annotated_types import Gt
 
 from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed
 from outrider.decode.models.config import TargetConfig
+from outrider.scripts.certificate import FEWEST
 from outrider.scripts.common.names import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys
 
@@ -88,6 +89,8 @@ class CertifyConfig(PenaltyKeys):
             found.append("drafter: says nothing with url; leave it out")
         if self.url and not self.temperature:
             found.append("temperature: 0 with url; draws are judged: set it above 0")
+        if self.url and (self.tokens or FEWEST) < FEWEST:
+            found.append(f"tokens: {self.tokens} with url decide nothing; set {FEWEST} or more")
         missing = [key for key in ("drafter", "out") if not self.url and not getattr(self, key)]
         return found + [f"{key}: is required; set {key}=..." for key in missing]
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from outrider.scripts.certificate import FEWEST
 from outrider.scripts.certificate.server_places import JudgedAnswer, Places, places, powered
 from outrider.scripts.certificate.uniformity import Test, independence, overall, uniformity
 
 ALPHA = 1e-3
-FEWEST = 400  # judged tokens below which nothing is decided in favour of a server
 APART = 1e-2  # p of the fewest answers at a time above which they show nothing
 WIDEST = 1.0  # so is nothing where a temperature off by more than this share might pass
 TEMPERATURE = "another temperature"

@@ -49,7 +49,8 @@ class Answering:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.specials = tuple(t for t in self.tokenizer.all_special_tokens if t)
+        # Training refuses NUL as well.
+        self.specials = ("\0", *filter(None, self.tokenizer.all_special_tokens))
         self.ends = frozenset({self.tokenizer.eos_token_id} - {None})
         given = self.cfg.extra_body.get("chat_template_kwargs")
         self.template: dict[str, Any] = given if isinstance(given, dict) else {}
@@ -149,7 +150,7 @@ class Answering:
             text, thought = (said.removesuffix("\ufffd") for said in (text, thought))
         said = f"{text}{thought}{json.dumps(answer.calls, ensure_ascii=False)}"
         if any(s in said for s in self.specials):
-            raise AnswerRefused("the answer holds a control token of the target's template")
+            raise AnswerRefused("the answer holds a control token of the target's template, or NUL")
         if not text and not thought and not answer.calls:
             raise AnswerRefused("the answer is empty")
         message: dict[str, Any] = {"role": "assistant", "content": text}

@@ -158,6 +158,8 @@ def summary(found: dict[str, Any]) -> list[str]:
     if ties:
         line += f", {ties} part at near ties ({found['not_compared']} tokens behind not compared)"
     lines = [line, *faults]
+    if ties == found["answers"]:
+        lines.append("no answer is whole: weights that differ this little pass; try float32 there")
     if said is None:
         why = found["counters"] or "the server tells none (no counters, or it does not speculate)"
         lines.append(f"acceptance: {why}")

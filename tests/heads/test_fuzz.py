@@ -26,7 +26,7 @@ from tests.helpers.fuzz_heads import KINDS, made, target_of, works, write
 from tests.helpers.interop import DEEP, deep_target, folder, random_head
 from tests.helpers.mutations import DELETED, changed, mutations, outcome
 
-TREE = DraftSettings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
+TREE = DraftSettings("tree", depth=2, nodes=3)
 EVIDENCE = {
     "curves": {"chain": [{"depth": 1, "speedup": 1.2}], "tree": []},
     "latency": {"target": {"1": [[1, 2.5]]}},

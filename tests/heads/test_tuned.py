@@ -24,7 +24,7 @@ from outrider.heads.registry import head_class
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from tests.helpers.training import tiny_target
 
-TREE = DraftSettings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
+TREE = DraftSettings("tree", depth=2, nodes=3)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,8 @@ def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:
 def test_a_tree_has_no_more_ranks_than_the_draft_has_tokens(target: Target) -> None:
     counts = torch.arange(target.vocab_size)
     head = head_class("medusa").for_target(target, MedusaConfig(heads=2, draft_vocab=3), counts)
-    drafter = head.drafter(target, DraftSpec(shape="tree", paths=tuple((i,) for i in range(5))))
+    head.calibration = {"paths": [[i] for i in range(5)]}
+    drafter = head.drafter(target, DraftSpec(shape="tree"))
     assert drafter.max_nodes == 3
     for sampling in (Sampling(0.0), Sampling(1.0)):
         run = generate(target, drafter, [Request([5, 6, 7], 6)], sampling, eos_ids=())
@@ -101,7 +102,7 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"best": {"shape": "star"}}, "best.shape: "),
     ({"break_even": 1.5}, "break_even: no such key"),
     ({"best": {"shape": "chain", "depth": 10**9}}, "best.depth: "),
-    ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "best.paths: "),
+    ({"best": {"shape": "tree", "paths": [[0]]}}, "best.paths: no such key"),
     ({"chain": {"shape": "tree"}}, "chain: holds"),
 ]
 

@@ -140,8 +140,16 @@ def test_a_server_that_hangs_is_left(prompts, tmp_path, capsys) -> None:
         return (time.sleep(0.5) or b" " for _ in range(60))
 
     with table_server.spoken("vllm", twist=twist) as url:
-        code, found = certify(url, tmp_path, prompts, "seconds=5", "tokens=64")
+        code, found = certify(url, tmp_path, prompts, "seconds=5", "tokens=400")
     assert code == 2 and not found and "went by" in capsys.readouterr().err
+
+
+def test_a_run_that_could_decide_nothing_is_refused_before_it_asks(
+    prompts, tmp_path, capsys
+) -> None:
+    code, _ = certify("http://127.0.0.1:9", tmp_path, prompts, "tokens=200")
+    said = capsys.readouterr().err
+    assert code == 2 and "tokens: 200 with url decide nothing; set 400" in said
 
 
 # --- the test server with rules that engines shipped

@@ -26,7 +26,7 @@ from outrider.scripts.data.inventing import Inventing
 from outrider.scripts.data.ledger import Ledger
 from outrider.scripts.data.questions import Questions, fingerprint
 from outrider.scripts.data.run import synthesize
-from outrider.scripts.data.server import ServerAnswer
+from outrider.scripts.data.server import AnswerRefused, ServerAnswer
 from outrider.train.data.rows import RowReading, encode, interpret
 from tests.helpers import faults
 
@@ -154,7 +154,7 @@ def test_duplicates_are_dropped_across_and_inside_blocks(tmp_path, monkeypatch) 
     cfg = config(ledger.path, max_question_tokens=24, max_new_tokens=6, batch=4)
     writer = Inventing(cfg, ledger, 3, target.tokenizer, target=target)
     drawn = ["One apple!", "one  apple?", "Two pears", "old question", "12 + 34 = ? 56 - 7"]
-    drawn += ["Tell me <|im_end|> something", "Three figs", "x", "Four nuts"]
+    drawn += ["Tell me <|im_end|> something", "Tell me \0 that", "Three figs", "x", "Four nuts"]
     texts = iter(drawn + ["-"] * 40)
 
     def text(self, out):
@@ -170,8 +170,10 @@ def test_duplicates_are_dropped_across_and_inside_blocks(tmp_path, monkeypatch) 
     assert [writer.dropped[why] for why in ("duplicate", "no letters", "control tokens")] == [
         2,
         1,
-        1,
+        2,
     ]
+    with pytest.raises(AnswerRefused, match="or NUL"):  # which training refuses
+        writer._message(ServerAnswer("a\0", True, 1, None))
     assert writer.seen >= {"one apple", "old question"}
     assert real("Hello there. What is", False) == "Hello there.", "cut off"
 
