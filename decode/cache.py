@@ -102,7 +102,7 @@ class TreeCache(Cache):
         ]
         # Per layer: keys and values [rows, Hkv, slots so far and of the pass under way, hd].
         self.views: list[tuple[Tensor, Tensor] | None] = []
-        super().__init__(layers=[_Layer(self, i) for i in range(len(shapes))])
+        Cache.__init__(self, layers=[_Layer(self, i) for i in range(len(shapes))])
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter
 from outrider.decode.generation import Request
+from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal
 
 NON_FINITE = "check the head's weights, and whether its logits overflow in this dtype"
@@ -72,6 +74,15 @@ def longest_answer(request: Request, index: int, target: Room) -> int:
             "tokenize the prompt with the target's own tokenizer"
         )
     return min(request.max_new_tokens, target.context_length - longest)
+
+
+def check_shape(drafter: Drafter, target: Target) -> None:
+    """Raise UserError for a drafter of trees on a target whose states go along one path alone."""
+    if drafter.shape == "tree" and target.probe().states is not None:
+        raise UserError(
+            f"drafter: {drafter.name} drafts a tree, and {type(target.body).__name__} has states, "
+            "recurrent or of convolutions, that go along one path alone; use a chain (@chain)"
+        )
 
 
 def check_form(tree: DraftTree, max_nodes: int | None = None) -> None:

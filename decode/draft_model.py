@@ -53,15 +53,20 @@ class DraftModel:
         """form: what it drafts; a number: a chain of so many levels. ids: [Vd] ascending tokens
         it may propose, None for all. vocab_size: the target's, None: the draft's own.
 
-        Raises UserError for a draft whose LM head cannot be read apart."""
+        Raises UserError for a draft whose LM head cannot be read apart, or that has states."""
         form = Form.chain(form) if isinstance(form, int) else form
         if not draft.head.exact:
             raise UserError(
                 f"drafters: {name}: the draft's logits do not follow from its last hidden state"
             )
+        if draft.probe().states is not None:
+            raise UserError(
+                f"drafters: {name}: {type(draft.body).__name__} has recurrent or convolution "
+                "states, which cannot draft; choose a draft with attention alone"
+            )
         self.draft, self.name, self.form, self.shape = draft, name, form, form.shape
         self.max_depth, self.max_nodes = form.depth, form.nodes
-        self.device, self.masks = draft.device, draft.new_masks()
+        self.device, self.masks = draft.device, draft.masks
         rows, bias = draft.lm_head_weight, getattr(draft.lm_head, "bias", None)
         common = min(draft.vocab_size, vocab_size or draft.vocab_size)
         if ids is None and common < (vocab_size or 0):

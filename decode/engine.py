@@ -200,6 +200,7 @@ class Engine:
         """Free rows, read waiting prompts, run one cycle; the requests that ended with it. Raises
         UserError for logits without a distribution."""
         if self._cache is None and self.queue:
+            checks.check_shape(self.drafter, self.target)
             size = self.limits.rows, self.limits.longest
             self._cache = self.scorer.new_cache(*size, self.drafter.max_nodes)
             self.drafter.reset(*size)

@@ -6,6 +6,8 @@ slots attended, G query heads per K/V head.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from outrider.decode.tree import DraftTree
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
 # C): positions of one chunk.
 Reach = tuple[str, int]
-Masks = Tensor | dict[str, Tensor] | None
+Masks = Tensor | dict[str, Tensor | None] | None
 FULL: Reach = ("full", 0)
 
 
@@ -23,9 +25,9 @@ class TreeMasks:
     """Builds what a model takes as attention_mask: None, one additive mask, or one per layer
     type.
 
-    reaches: layer type -> reach; more than one type gives a dictionary. tile: G where the
-    attention function wants its rows tiled, else 1. Every row sees at least itself, so no
-    softmax runs over nothing.
+    reaches: layer type -> reach; more than one type gives a dictionary, with None for types that
+    are no attention. tile: G where the attention function wants its rows tiled, else 1. Every row
+    sees at least itself, so no softmax runs over nothing.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class TreeMasks:
             reach: self.additive(allowed if reach == FULL else allowed & within(reach, query, key))
             for reach in {bound.get(kind, FULL) for kind in self.reaches}
         }
-        masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        masks: dict[str, Tensor | None] = {k: made[bound.get(k, FULL)] for k in self.reaches}
+        return defaultdict(lambda: None, masks) if len(masks) > 1 else next(iter(masks.values()))
 
     def additive(self, allowed: Tensor) -> Tensor:
         """[B, n, S] bool -> [B, 1, G * n, S], 0 where a token may look and as low as can be

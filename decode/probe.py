@@ -1,12 +1,13 @@
 """What can this target do? Asked of the model itself with a few tiny passes, not of a table of
 names.
 
-1. Which layers keep keys and values, and of what shape? State that cannot be cut back
-   (recurrent, linear attention) means refusal.
+1. Which layers keep keys and values, and of what shape? Which keep a recurrent or convolution
+   state? A model of the latter alone is refused.
 2. Do logits follow from the last hidden state through the LM head, a scale and a softcap?
 3. Does scoring a tree through `TreeCache` give each path the logits of a plain pass over that
    path, over ragged, appended, committed and selected rows? Where positions follow from the
-   cache's slots (ALiBi) it does not.
+   cache's slots (ALiBi) it does not. Of a model with states: a chain through `StateCache`, of
+   which one row is accepted whole and one is put back and read again.
 4. Do a token's logits hang on what is drafted behind it? Then the output distribution would hang
    on the drafter, by less than the third question can see.
 
@@ -17,6 +18,7 @@ tokens wide meanwhile, so that one row is longer than two windows and one does n
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from outrider.conf.errors import UserError, first_line
-from outrider.decode import attention
+from outrider.decode import attention, devices
 from outrider.decode.cache import LayerShape
 from outrider.decode.masks import FULL, Reach
+from outrider.decode.models import facts
 from outrider.decode.scorer import LMHead, Probe, Scorer
+from outrider.decode.states import cache_like
 from outrider.decode.tree import DraftTree
 
 # Largest accepted difference of one token's logits, relative to their spread (root mean
@@ -40,7 +44,8 @@ WINDOW, PROMPTS = 4, (10, 6)
 DEEPEST = 6  # tokens that the script adds to a prompt: the last token and a chain of five
 DRAFTS = 6  # that are put behind one context
 
-FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
+# LookupError: of a list or a dictionary. ImportError: a layer's kernels are not installed.
+FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, ImportError)
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -97,25 +102,31 @@ def probe_head(target: Scorer) -> LMHead:
 def probe_target(target: Scorer) -> Probe:
     """Try our attention, then the model's own, and leave the model with the one that was right,
     else with its own. Raises UserError with the reason when trees cannot be scored."""
-    shapes = _layer_shapes(target)
+    if why := facts.refusal(target.config):
+        raise UserError(why)
+    shapes, states = _layer_shapes(target)
     _check_windows(target)
     heads = getattr(target.config, "num_attention_heads", 1)
     group = max(1, heads // max((s[0] for s in shapes if s), default=heads))
     problems = []
     with _short_windows(target):
-        script = _Script(target)
-        for name, tile in ((attention.NAME, group), (script.own, 1)):
-            probe = Probe(shapes, _reaches(target.config), tile)
+        script, reaches = _Script(target, bool(states)), _reaches(target.config, shapes, states)
+        kinds = [cache_like(states, single) for single in (False, True)] if states else [None]
+        names = ((attention.NAME, group), (script.own, 1))
+        for kind, (name, tile) in itertools.product(kinds, names):
+            probe = Probe(shapes, reaches, tile, states=kind)
             if not (problem := _problem(script, probe, name)):
                 break
             problems.append(f"with {name}: {problem}")
             target.model.set_attn_implementation(script.own)
     if not problem:  # its reaches at their full length
-        return replace(probe, reaches=_reaches(target.config), tested=script.longest)
+        reaches = _reaches(target.config, shapes, states)
+        return replace(probe, reaches=reaches, tested=script.longest)
     windows = ", ".join(f"{name}={length}" for name, length in _windows(target).items())
     where = f" once its window ({windows}) is full" if windows else ""
     raise UserError(
-        f"target: {type(target.model).__name__} cannot score draft trees from a K/V cache{where} "
+        f"target: {type(target.model).__name__} cannot score draft "
+        f"{'chains' if states else 'trees'} from a K/V cache{where} "
         f"({'; '.join(problems)}); choose a target with attention over a K/V cache, whose "
         "positions are given"
     )
@@ -134,6 +145,8 @@ def _problem(script: _Script, probe: Probe, name: str) -> str:
         error = script.error(probe)
         if error > TOLERANCE[dtype]:
             return f"logits differ from plain passes by {error:.2g} of their spread"
+        if probe.states and not probe.states.single and script.forgets(probe):
+            return "a pass of several tokens does not go on from the recurrent state"
         return _dependence(script, probe)
     except FAILURES as failure:
         return _line(failure)
@@ -166,9 +179,10 @@ def _line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _layer_shapes(target: Scorer) -> list[LayerShape | None]:
-    """(Hkv, key size, value size) per layer, None for layers without own keys. Refuses
-    recurrent state.
+def _layer_shapes(target: Scorer) -> tuple[list[LayerShape | None], type | None]:
+    """(Hkv, key size, value size) per layer, None for layers without own keys; and the class of the
+    model's cache where layers keep a recurrent or convolution state beside them, else None. Refuses
+    such state alone.
     """
     name = type(target.model).__name__
     try:
@@ -177,15 +191,11 @@ def _layer_shapes(target: Scorer) -> list[LayerShape | None]:
         raise UserError(
             f"target: {name} cannot run with a cache ({_line(error)}); choose another model"
         ) from error
-    layers = getattr(getattr(out, "past_key_values", None), "layers", None)
-    state = ("recurrent_states", "conv_states")
-    recurrent = [i for i, one in enumerate(layers or ()) if any(hasattr(one, s) for s in state)]
-    if layers is None or recurrent:
-        which = f"layer {recurrent[0]} is recurrent" if recurrent else "recurrent or other"
-        raise UserError(
-            f"target: {name} keeps no K/V cache ({which} state, which cannot be cut back to an "
-            "accepted path); choose a model with full or sliding-window attention"
-        )
+    cache = getattr(out, "past_key_values", None)
+    layers = getattr(cache, "layers", [])
+    keep_states = ("recurrent_states", "conv_states")
+    recurrent = [any(hasattr(one, kind) for kind in keep_states) for one in layers]
+    states = type(cache) if any(recurrent) or hasattr(cache, "get_linear_cache") else None
     shapes: list[LayerShape | None] = []
     for layer in layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -193,23 +203,37 @@ def _layer_shapes(target: Scorer) -> list[LayerShape | None]:
             shapes.append(None)
         else:
             shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
-    return shapes
+    if not any(shapes):
+        raise UserError(
+            f"target: {name} keeps no K/V cache (recurrent or other state alone); choose a model "
+            "that has layers with full or sliding-window attention"
+        )
+    return shapes, states
 
 
-def _reaches(config: Any) -> dict[str, Reach]:
+def _reaches(
+    config: Any, shapes: Sequence[LayerShape | None], states: type | None
+) -> dict[str, Reach]:
     """Layer types and how far back they see, from `layer_types` or, for uniform models,
-    `sliding_window`.
+    `sliding_window`. Of a model with states also the names under which its own code looks masks up.
     """
     window = getattr(config, "sliding_window", None)
+    window = window or getattr(config, "sliding_window_size", None)
     chunk = getattr(config, "attention_chunk_size", None)
     uniform = ["sliding_attention" if window else "full_attention"]
     known: dict[str, Reach] = {}
     if window:
-        known["sliding_attention"] = ("window", window)
+        known["sliding_attention"] = known["hybrid_sliding"] = ("window", window)
     if chunk:
         known["chunked_attention"] = ("chunk", chunk)
     kinds = getattr(config, "layer_types", None) or uniform
-    return {kind: known.get(kind, FULL) for kind in dict.fromkeys(kinds)}
+    found = {kind: known.get(kind, FULL) for kind in dict.fromkeys(kinds)}
+    if states is not None:
+        attend = {kind for kind, shape in zip(kinds, shapes, strict=False) if shape}
+        named = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+        found = {kind: reach for kind, reach in found.items() if kind in attend}
+        found |= {named[kind]: reach for kind, reach in found.items() if kind in named}
+    return found
 
 
 # -- what depends on the length of a text
@@ -298,12 +322,13 @@ class _Script:
 
     Row 0: the longer prompt, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1
     joins later with the shorter one and a chain of 2 nodes, of which [0] is kept. Then row 1
-    alone scores the empty tree.
+    alone scores the empty tree. chains: row 0 has a chain of 4 nodes, all of them kept, and scores
+    the empty tree behind row 1.
     longest: tokens of the longest text compared so far.
     """
 
-    def __init__(self, target: Scorer):
-        self.target, self.longest = target, 0
+    def __init__(self, target: Scorer, chains: bool = False):
+        self.target, self.longest, self.chains = target, 0, chains
         self.own = target.model.config._attn_implementation
         room = target.context_length - DEEPEST
         lengths = [max(1, min(length, room)) for length in PROMPTS]
@@ -312,7 +337,12 @@ class _Script:
         self.prompts = list(_ids(target, 3).repeat(sum(lengths))[: sum(lengths)].split(lengths))
         # the tokens of row 1's padding nodes are never read
         self.last, self.tokens = _ids(target, 2), _ids(target, 2, 5).flip(1)
-        self.then = _ids(target, 1).flip(0)
+        self.then = _ids(target, 2)
+        self.parents = [[-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]]
+        self.paths = [[], [0], [1], [0, 2], [0, 3], [1, 4]]  # of row 0, the last one is kept
+        if chains:
+            self.tokens, self.parents = self.tokens[:, :4], [[-1, 0, 1, 2]] * 2
+            self.paths = [[*range(depth)] for depth in range(5)]
         self._plain: dict[tuple[int, ...], Tensor] = {}
 
     def plain(self, *parts: Tensor) -> Tensor:
@@ -327,9 +357,9 @@ class _Script:
 
     def _tree(self, tokens: Tensor) -> DraftTree:
         """Return the first trees of the script, as many as `tokens` [rows, 5] has rows."""
-        parents = [[-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]][: len(tokens)]
-        sizes = torch.tensor([5, 2][: len(tokens)], device=self.target.device)
-        return DraftTree(tokens, torch.tensor(parents, device=self.target.device), sizes)
+        rows, nodes = tokens.shape
+        parents = torch.tensor(self.parents[:rows], device=self.target.device)
+        return DraftTree(tokens, parents, devices.send([nodes, 2][:rows], parents.device))
 
     @torch.no_grad()
     def dependence(self, probe: Probe) -> float:
@@ -337,7 +367,7 @@ class _Script:
         the logits of its root and of that node, relative to their spread: one token over
         and over, which brings little of its own into a pass, against DRAFTS drafts of many."""
         target, prompt = self.target, self.prompts[0]
-        drafts = _ids(target, DRAFTS + 1, 5)
+        drafts = _ids(target, DRAFTS + 1, self.tokens.shape[1])
         drafts[:, 0] = drafts[0, 0]
         drafts[0] = drafts[0, 0]
         trial = target.assuming(probe)
@@ -351,20 +381,37 @@ class _Script:
         return max(difference(one, found[0]) for one in found[1:])
 
     @torch.no_grad()
+    def forgets(self, probe: Probe) -> bool:
+        """Return whether a chain has the same logits whatever the recurrent states before it:
+        those of a short text may weigh less than what rounding is allowed to."""
+        trial = self.target.assuming(probe)
+        cache: Any = trial.new_cache(1, len(self.prompts[0]) + DEEPEST, 5)
+        trial.prefill(cache, self.prompts[:1])
+        tree, found = self._tree(self.tokens[:1]), []
+        for _ in range(2):
+            found.append(trial.score(cache, self.last[:1], tree).logits)
+            others = {
+                k: torch.full_like(s, 64) for k, s in cache.kept.items() if k[0] == "recurrent"
+            }
+            cache.kept |= others
+        return bool(others) and torch.equal(*found)
+
+    @torch.no_grad()
     def error(self, probe: Probe) -> float:
         """Return largest difference of the script's logits from plain passes over the same
         texts."""
-        target, device = self.target, self.target.device
-        paths, kept = [[], [0], [1], [0, 2], [0, 3], [1, 4]], [1, 4]
+        target, device, paths = self.target, self.target.device, self.paths
         trial = target.assuming(probe)
         cache = trial.new_cache(2, max(map(len, self.prompts)) + DEEPEST, 5)
         found = [trial.prefill(cache, [p]).logits[0, 0] for p in self.prompts]
         step = trial.score(cache, self.last, self._tree(self.tokens))
         found += [*step.logits[0, : len(paths)], *step.logits[1, :3]]
-        keep = torch.tensor([kept, [0, -1]], device=device)
-        cache.commit(keep, torch.tensor([2, 1], device=device))
-        cache.select([1])
-        found.append(trial.score(cache, self.then, DraftTree.empty(1, device)).logits[0, 0])
+        kept = [paths[-1], [0, *[-1] * (len(paths[-1]) - 1)]]
+        cache.commit(devices.send(kept, device), devices.send([len(paths[-1]), 1], device))
+        order = [1, 0] if self.chains else [1]
+        cache.select(order)
+        then = self.then[: len(order)]
+        found += trial.score(cache, then, DraftTree.empty(len(order), device)).logits[:, 0]
         used = target.model.config._attn_implementation
         target.model.set_attn_implementation(self.own)
         try:
@@ -372,8 +419,9 @@ class _Script:
             for b, each in enumerate((paths, [[], [0], [0, 1]])):
                 text = self.prompts[b], self.last[b : b + 1]
                 wanted += [self.plain(*text, self.tokens[b, path]) for path in each]
-            last = self.plain(*text, self.tokens[1, :1], self.then)  # of row 1, the last one
-            wanted.append(last)
+            for b, last in zip(order, then.split(1), strict=True):
+                text = self.prompts[b], self.last[b : b + 1]
+                wanted.append(self.plain(*text, self.tokens[b, [paths[-1], [0]][b]], last))
         finally:
             target.model.set_attn_implementation(used)
         return difference(torch.stack(found), torch.stack(wanted))

@@ -11,6 +11,7 @@ in the call means another layer in 5.19 than in 5.23.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from outrider.decode import devices
 from outrider.decode.cache import LayerShape, TreeCache
 from outrider.decode.masks import Reach, TreeMasks
 from outrider.decode.models import facts
+from outrider.decode.states import Scored, StateCache, by_length
 from outrider.decode.tree import DraftTree
 
 
@@ -48,13 +50,14 @@ class LMHead:
 class Probe:
     """What a model can do: K/V shapes per layer, reach per layer type, mask rows per node.
 
-    tested: tokens of the longest text whose logits were compared with a plain pass's.
+    tested: tokens of the longest text compared with a plain pass. states: a hybrid model's cache.
     """
 
     shapes: list[LayerShape | None]
     reaches: dict[str, Reach]
     tile: int = 1
     tested: int = 0
+    states: type[StateCache] | None = None
 
 
 @dataclass
@@ -97,7 +100,6 @@ class Scorer:
         self.body = facts.body(model)
         self._probe: Probe | None = None
         self._head: LMHead | None = None
-        self._masks: TreeMasks | None = None
 
     @property
     def model(self) -> Any:
@@ -121,7 +123,8 @@ class Scorer:
     def assuming(self, probe: Probe) -> Self:
         """Return the same model, taken to be able to do what `probe` says."""
         other = copy.copy(self)
-        other._probe, other._masks = probe, None
+        other._probe = probe
+        vars(other).pop("masks", None)
         return other
 
     @property
@@ -133,11 +136,10 @@ class Scorer:
 
     def new_cache(self, max_rows: int, max_len: int, max_nodes: int) -> TreeCache:
         """Return a cache for `max_rows` requests of at most `max_len` committed tokens,
-        trees of at most `max_nodes` nodes.
-
-        """
-        shapes = self.probe().shapes
-        return TreeCache(shapes, max_rows, max_len, max_nodes, self.dtype, self.device)
+        trees of at most `max_nodes` nodes."""
+        found = self.probe()
+        kind = found.states or TreeCache
+        return kind(found.shapes, max_rows, max_len, max_nodes, self.dtype, self.device)
 
     @torch.no_grad()
     def prefill(
@@ -146,16 +148,15 @@ class Scorer:
         """Append one live row per prompt (1-D int64, ragged) and run them in one batch."""
         lengths = [len(p) for p in prompts]
         width, start = max(lengths), cache.rows
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, : lengths[i]] = prompt
-        ids = ids.to(self.device)
+        if min(lengths) < width and isinstance(cache, StateCache):
+            return Step(*by_length(functools.partial(self.prefill, cache, taps=taps), prompts))
+        ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).to(self.device)
         cache.open(start, start + len(prompts), 0, width)
         # Right padding needs no mask: a causal pass never looks right, and later passes hide
         # or overwrite these slots.
         counts = torch.tensor(lengths, device=self.device)
         places = torch.arange(width, device=self.device).expand(len(prompts), width)
-        logits, feats = self._forward(ids, places, None, cache, taps, counts - 1)
+        logits, feats = self._forward(ids, places, None, cache, taps, (counts - 1)[:, None])
         cache.lengths = [*cache.lengths, *lengths]
         return Step(logits, feats)
 
@@ -169,34 +170,33 @@ class Scorer:
         Nothing counts as committed until `cache.commit`. Learned positions end at the context:
         the engine caps depth.
         """
+        run = functools.partial(self._score, cache, taps)
+        if isinstance(cache, StateCache):
+            return Step(*cache.score(run, last, tree))
+        return Step(*run(last, tree))
+
+    def _score(
+        self, cache: TreeCache, taps: Sequence[int], last: Tensor, tree: DraftTree, at: Any = None
+    ) -> Scored:
+        """As `score`, of one pass, with logits at the places `at` alone, see `_forward`."""
         n = tree.width + 1
         offset = cache.room(n)
-        # Padding may hold anything.
-        ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
-        if self._masks is None:
-            self._masks = self.new_masks()
-        mask = self._masks(cache.lengths, tree)
+        ids = torch.cat([last[:, None], tree.tokens], 1).clamp(0, self.vocab_size - 1)  # padding
+        mask = self.masks(cache.lengths, tree)
         positions = tree.layout.positions + devices.send(cache.lengths, self.device)[:, None]
         if offset + n > self.context_length:  # padding nodes of a tree cut by its size stick out
             positions = positions.clamp(max=self.context_length - 1)
         cache.open(0, cache.rows, offset, n)
-        logits, feats = self._forward(ids, positions, mask, cache, taps, None)
-        return Step(logits, feats)
+        return self._forward(ids, positions, mask, cache, taps, at)
 
     def _inputs(
         self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache
     ) -> dict[str, Any]:
         """Return what the model is called with."""
-        kwargs: dict[str, Any] = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "past_key_values": cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
+        found = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
         if self.takes_positions:
-            kwargs["position_ids"] = positions
-        return kwargs
+            found["position_ids"] = positions
+        return {**found, "use_cache": True, "return_dict": True}
 
     def _forward(
         self,
@@ -205,18 +205,18 @@ class Scorer:
         mask: Any,
         cache: TreeCache,
         taps: Sequence[int],
-        last: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return logits of every token [B, T, V], or only at `last` [B] when given ([B, 1,
+        places: Tensor | None,
+    ) -> Scored:
+        """Return logits of every token [B, T, V], or only at `places` [B, n] when given ([B, n,
         V]), and hidden states [B, T, taps, D], None without taps."""
         every = self._wants_all(taps)
-        short = self.head.exact and (last is not None or (bool(taps) and not every))
+        short = self.head.exact and (places is not None or (bool(taps) and not every))
         every |= bool(taps) and not short
         inputs, run = self._inputs(ids, positions, mask, cache), self.body if short else self._model
         out = run(**inputs, output_hidden_states=every)
         found = out.last_hidden_state if short else out.logits
-        if last is not None:
-            found = found[torch.arange(len(ids), device=self.device), last][:, None]
+        if places is not None:
+            found = found[torch.arange(len(ids), device=self.device)[:, None], places]
         return self.unembed(found) if short else found, self._taps(out, taps) if taps else None
 
     @torch.no_grad()
@@ -226,8 +226,9 @@ class Scorer:
         out = self.body(**self._inputs(ids, positions, mask, cache))
         return out.last_hidden_state  # type: ignore[no-any-return]
 
-    def new_masks(self) -> TreeMasks:
-        """Return masks for this model."""
+    @functools.cached_property
+    def masks(self) -> TreeMasks:
+        """Masks for this model."""
         found = self.probe()
         return TreeMasks(found.reaches, found.tile, self.dtype, self.device)
 

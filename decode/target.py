@@ -32,7 +32,7 @@ from outrider.decode.scorer import LMHead, Probe, Scorer
 
 class Target(Scorer):
     """A scorer that is probed at first use: a model that can score neither trees nor chains
-    (recurrent state, no K/V cache) raises UserError with the reason then.
+    (no K/V cache, positions by slot) raises UserError with the reason then.
 
     sharded: its layers are spread over processes, which must all run it at the same time.
     relatives: heads of other weights with the same tokenizer may draft for it. packs_weights:

@@ -16,6 +16,11 @@ OURS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 # How Phi-3-128k, Phi-3.5 and Phi-4-mini name theirs; "su" in Microsoft's own files.
 LONGROPE = ("longrope", "su")
 ORIGINAL = "original_max_position_embeddings"  # where the first range of longrope is written
+# In the name of a layer type: an index of its own picks the keys that a token sees.
+SPARSE = ("indexed", "sparse", "compressed")
+# Layer types without attention, and models of them alone whose config names no types.
+UNATTENDING = {"linear_attention", "conv", "mamba", "mlp", "moe"}
+RECURRENT = ("rwkv", "xlstm")
 
 
 def language_model(model: Any) -> Any:
@@ -71,6 +76,26 @@ def _first_range(config: Any) -> int | None:
         elif kind == "dynamic":
             lengths.append(longest)
     return min((length for length in lengths if length), default=None)
+
+
+def refusal(config: Any) -> str:
+    """Return why no draft can be scored by a model of this text config, "" where its layer types
+    say nothing against it."""
+    kinds = list(dict.fromkeys(map(str, getattr(config, "layer_types", None) or ())))
+    name = (getattr(config, "architectures", None) or [config.model_type])[0]
+    sparse = [kind for kind in kinds if any(word in kind for word in SPARSE)]
+    if sparse:
+        return (
+            f"target: {name} has sparse attention ({sparse[0]}), and nothing is kept here of the "
+            "index that picks its keys; choose a target with full, sliding-window or linear "
+            "attention"
+        )
+    if config.model_type in RECURRENT or (kinds and UNATTENDING.issuperset(kinds)):
+        return (
+            f"target: {name} is recurrent alone, and a draft is scored from the keys and values of "
+            "attention layers; choose a target that has some (hybrids do)"
+        )
+    return ""
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

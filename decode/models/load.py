@@ -19,6 +19,7 @@ from outrider.conf.typed import faults
 from outrider.decode.models import memory, packed, quantize, tiny
 from outrider.decode.models.config import DTYPES as DTYPES
 from outrider.decode.models.config import TargetConfig as TargetConfig
+from outrider.decode.models.facts import refusal
 from outrider.decode.models.identity import (
     WHOLE,
     Identity,
@@ -75,6 +76,8 @@ def load_target(
             "dtype: this processor has no instructions for bfloat16; float32, which dtype=auto "
             "takes here, is several times as fast"
         )
+    if cfg.kind != "tiny":
+        _check_kind(cfg)
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "tiny":
         model = tiny_from(cfg)
@@ -176,6 +179,19 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _check(cfg: TargetConfig) -> None:
     if problems := faults(cfg, "target."):
         raise UserError("; ".join(problems))
+
+
+def _check_kind(cfg: TargetConfig) -> None:
+    """Raise UserError for a model that no draft can be scored by, before its weights are
+    fetched."""
+    from transformers import AutoConfig
+
+    folder, why = source_folder(cfg, weights=False), ""
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        why = refusal(config.get_text_config(decoder=True))
+    if why:  # what else is wrong, loading itself will say
+        raise UserError(why)
 
 
 def published_weights(cfg: TargetConfig) -> str:

@@ -297,7 +297,6 @@ SEEING: dict[str, dict[str, Any]] = {
 }
 # Nothing but recurrent state: refused.
 REFUSED: dict[str, dict[str, Any]] = {
-    "qwen3_next": HYBRID["qwen3_next"],
     "mamba": {
         **_BARE,
         "hidden_size": 32,
@@ -358,7 +357,7 @@ def build(
     model = auto.from_config(config, dtype=dtype, **how)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() >= 2 and "conv" not in name:
+            if weight.dim() == 2 or (weight.dim() > 2 and "conv" not in name):
                 weight.normal_(
                     0, 0.25 if "embed" in name or "wte" in name else 1.2 * weight.shape[-1] ** -0.5
                 )

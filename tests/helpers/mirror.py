@@ -70,10 +70,10 @@ class Mirror:
         assert error <= self.tolerance, f"{what}: logits differ by {error:.3g} > {self.tolerance}"
 
     def lengths(self) -> list[int]:
-        """Committed tokens of every row in the cache, companions left out."""
-        if self.guidance is None:
-            return list(self.cache.lengths)
-        return list(self.cache.both.lengths[::2])
+        """Committed tokens of every row, in the cache or behind it, companions left out."""
+        cache, step = (self.cache, 1) if self.guidance is None else (self.cache.both, 2)
+        behind = getattr(cache, "behind", [0] * cache.rows)
+        return [have + more for have, more in zip(cache.lengths, behind, strict=True)][::step]
 
     def prefill(self, lengths: list[int], uncond: list[int] | None = None) -> None:
         """Append rows with random prompts of these lengths, then a first token each."""
