@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.conf.rules import Device, NotEmpty, OneOrMore, Seed
+from outrider.conf.rules import AboveZero, Device, OneOrMore
 from outrider.decode.models.config import AutoDtype
 
 
@@ -23,9 +23,9 @@ class DoctorConfig(AutoDtype):
     out: str = ""
     # measure training and decoding on this GPU instead of looking at the machine
     gpu: bool = False
-    # of gpu=true: whose shape and vocabulary the random target has
-    model: NotEmpty = "meta-llama/Llama-3.2-1B-Instruct"
+    # of gpu=true: qwen3-8b, llama-3.2-1b, qwen3-8b-dflash or smollm2; empty = all, in this order
+    shape: str = ""
+    # of gpu=true: no further shape is begun after so many minutes
+    minutes: AboveZero = 6.0
     # of gpu=true: steps of training that are timed
     steps: OneOrMore = 10
-    # of gpu=true: of the weights of the head and the order of the rows
-    seed: Seed = 0

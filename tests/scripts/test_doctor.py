@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.conf.errors import UserError
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.machine import gpu, look
+from outrider.scripts.machine.config import DoctorConfig
+from outrider.train.compiled import CompiledTarget
 from outrider.train.dry_run.models import model_of
 from tests.helpers.commands import code_of
 
@@ -95,20 +98,55 @@ def test_gpu_needs_one_and_says_so_in_a_line(capsys: pytest.CaptureFixture[str])
     assert said.startswith("error: gpu: torch sees no GPU here") and said.count("\n") == 1
 
 
-def test_both_shapes_run_on_a_cpu_in_small() -> None:
-    """A training step of the project's own and answers; the prediction lies beside the figures."""
+@pytest.mark.parametrize("head", ["eagle3", "dflash"])
+def test_the_measurement_runs_on_a_cpu_in_small(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the project's own and answers; predictions lie beside the figures, all time has a
+    part, and compiled layers give the same loss."""
+    monkeypatch.setattr(gpu, "ROW", 40)
+    monkeypatch.setattr(
+        gpu, "passes_of", lambda target, _, say: CompiledTarget(target, say, "eager")
+    )
+    monkeypatch.setattr(gpu, "_product", lambda target: 1e9)
     model = model_of(TargetConfig(kind="tiny", layers=4, vocab=512))
-    small = ("data.max_length=64", "batch_size=4", "micro_batch=2")
-    keys = [*small, "head.steps=2", "head.draft_vocab=64", "device=cpu", "dtype=float32"]
-    found = gpu.measured(model, keys, steps=2)
-    made, told = found["training"], found["decoding"]
+    keys = [f"head={head}", "data.max_length=64", "batch_size=4", "micro_batch=2"]
+    keys += ["head.draft_vocab=64", "device=cpu", "dtype=float32"]
+    found = dict(gpu.measured(model, keys, steps=1))
+    made, seen = found["training"], found["profile"]
     assert made["draft_vocab"] == 64 and made["tokens_per_second"] > 0
-    assert made["tflops"] >= 0 and made["predicted_peak_memory_bytes"] > 0
+    assert made["seconds_a_step"] > 0 and made["predicted_seconds_a_step"] > 0
+    assert made["flops_a_token_counted"] > 0 and made["predicted_peak_memory_bytes"] > 0
+    assert {"target", "head", "loss", "backward", "optimizer"} <= seen["ms_by_part"].keys()
+    assert 0.5 < sum(seen["ms_by_part"].values()) / seen["ms_a_step"] < 1.5
+    assert found["compiled"]["loss_change"] < 1e-5 and not found["compiled"]["said"]
+    told = found["decoding"]
     assert told["plain_tokens_per_second"] > 0 and told["drafted_ms_a_pass"] > 0
+
+
+def test_every_shape_is_written_as_it_is_known_and_a_failure_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpu.json"
+
+    def measured(model: Any, keys: Any, steps: int) -> Iterator[tuple[str, Any]]:
+        yield "training", {"tokens_per_second": 1.5, "said": ["a"]}
+        assert json.loads(out.read_text())["shapes"]
+        if "Qwen" in model.name:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu, "measured", measured)
+    monkeypatch.setattr(gpu.files, "origin", lambda device: {})
+    assert gpu.main(DoctorConfig(gpu=True, out=str(out)), "cuda") == 0
+    said, shapes = capsys.readouterr().out, json.loads(out.read_text())["shapes"]
+    assert [*shapes] == [*gpu.SHAPES] and said.count("CUDA out of memory") == 2
+    assert '"tokens_per_second": 1.5' in said
+    assert gpu.main(DoctorConfig(gpu=True, minutes=1e-9), "cuda") == 0
+    assert capsys.readouterr().out.count("left out") == len(gpu.SHAPES)
+    with pytest.raises(UserError, match="shape: nobody"):
+        gpu.main(DoctorConfig(gpu=True, shape="nobody"), "cuda")
 
 
 @pytest.mark.gpu
 def test_gpu_measures_a_real_shape(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    assert code_of(doctor.main, "gpu=true", "steps=4", f"out={out}") == 0
+    assert code_of(doctor.main, "gpu=true", "shape=smollm2", "steps=4", f"out={out}") == 0
     assert json.loads(out.read_text())
