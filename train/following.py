@@ -35,7 +35,7 @@ def begin_round(run: Run) -> int:
             run.log.say(f"step {step}: waiting for {max(lacking)}")
         said = True
         time.sleep(PAUSE)
-    if store is not None and not run.ready:
+    if store is not None and not run.ready and run.cfg.target.kind != "tiny":  # random: tells none
         batch = run.rows.batch(run.plan.batch(step))
         check_last(CachedTarget(run.target, store, batch), batch)
     run.ready = end

@@ -34,7 +34,7 @@ from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.tokens import PASSED
-from outrider.train.features.store import FeatureStore, computed_in
+from outrider.train.features.store import MANIFEST, FeatureStore, computed_in
 from outrider.train.features.store import identity_of as features_identity
 from outrider.train.log import Log
 from outrider.train.measure import Flops, is_no_memory, profiler
@@ -45,7 +45,7 @@ from outrider.train.schedule import usual_rate
 from outrider.train.sharding import loaded, shard_target
 from outrider.train.signals import Stop
 from outrider.train.trackers import settings_of
-from outrider.train.waiting import main_first, meet
+from outrider.train.waiting import main_first, meet, wait_for
 
 DRAFT_VOCAB = 8192  # where nobody says how many
 PASSES = 8  # over the same rows, which taught nearly what as many new rows would
@@ -146,6 +146,8 @@ def _features(cfg: TrainConfig, target: Target, head: Head, rows: JoinedRows) ->
     identity = features_identity(target, rows, computed_in(cfg.dtype, cfg.target.quantize))
     reads = dict.fromkeys((*head.taps, target.num_layers))
     place = Path(cfg.data.features).expanduser()
+    if cfg.data.follow:
+        wait_for(place / MANIFEST)
     return FeatureStore(place, identity, [*reads], rows, cfg.data.follow)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -30,6 +32,14 @@ def main_first(name: str) -> Iterator[None]:
     finally:  # after a mistake the others go on and meet it themselves
         for turn in range(stage, 2):
             meet(f"{name} {turn}", wait)
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there, and say so once."""
+    if not path.is_file() and os.environ.get("RANK", "0") == "0":
+        print(f"waiting for {path}", file=sys.stderr, flush=True)
+    while not path.is_file():
+        time.sleep(PAUSE)
 
 
 def meet(name: str, wait: bool = True) -> None:

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.conf.errors import UserError
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.target import Target
 from outrider.heads.registry import head_class
 from outrider.train.loop import fit
-from tests.helpers.training import chats, run_config
+from tests.helpers.training import chats, run_config, tiny_target
 from tests.train.test_features import SHAPE, own_memory, written
 
 __all__ = ["own_memory"]  # a fixture
@@ -24,8 +26,9 @@ Damage = Callable[[Path], object]
 
 
 def learn(data: Path, out: Path, features: Path, *more: str) -> None:
-    keys = [f"target.{k}={v}" for k, v in {**SHAPE, "init_std": 1.0}.items()]
-    cfg = run_config(data, out, *keys, "steps=2", f"data.features={features}", *more)
+    path = features.with_name("target")
+    keys = ("target.kind=local", f"target.path={path}", f"data.features={features}", "steps=2")
+    cfg = run_config(data, out, *keys, *more)
     fit(cfg, head_class(cfg.head.kind))
 
 
@@ -90,31 +93,46 @@ DAMAGES: dict[str, Damage] = {
     "another layer last": last(lambda states: states[torch.randperm(len(states))]),
 }
 RUNS = {
-    "another target": ("target.seed=5",),
     "other lengths": ("data.max_length=52",),
     "another dtype": ("dtype=float64",),
 }
 
 
-@pytest.mark.parametrize("name", [*DAMAGES, *RUNS, "other data", "no tokenizer", ""])
-def test_a_broken_folder_is_one_line(name: str, data: Path, tmp_path: Path) -> None:
-    """A target whose LM head tells tokens, as a trained one's does; "": nothing is broken."""
-    folder, more = tmp_path / "f", RUNS.get(name, ())
-    writer = written(data, folder, "target.init_std=1.0", init_std=1.0)
-    rows, table = writer.rows, writer.target.lm_head.weight.detach()
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """One on disk whose LM head tells tokens apart, as a trained one's does."""
+    folder, made = tmp_path_factory.mktemp("t") / "target", tiny_target(**SHAPE, init_std=1.0)
+    made.model.save_pretrained(folder)
+    made.tokenizer.save_pretrained(folder)
+    return load_target(TargetConfig(kind="local", path=str(folder)), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    "name", [*DAMAGES, *RUNS, "other data", "another target", "no tokenizer", ""]
+)
+def test_a_broken_folder_is_one_line(name: str, data: Path, tmp_path: Path, target: Target) -> None:
+    """ "": nothing is broken."""
+    folder, place = tmp_path / "f", tmp_path / "target"
+    assert target.identity is not None
+    shutil.copytree(target.identity.path, place)
+    writer = written(data, folder, target=target)
+    rows, table = writer.rows, target.lm_head.weight.detach()
     following = torch.cat([rows.ids[1:], rows.ids[:1]]).long()
     for number in range(len(writer.bounds) - 1):
         first, end = rows.offsets[writer.bounds[number : number + 2]].tolist()
-        tensors(lambda held: {LAST: table[following[first:end]]}, f"{number:05d}")(folder)  # noqa: B023
+        states = {LAST: table[following[first:end]]}
+        tensors(lambda _, states=states: states, f"{number:05d}")(folder)
     DAMAGES.get(name, str)(folder)
     if name == "other data":
         data = chats(tmp_path / "other.jsonl", 47)
+    if name == "another target":
+        tiny_target(**SHAPE, seed=5).model.save_pretrained(place)
     if name == "no tokenizer":
-        writer.target.model.save_pretrained(tmp_path / "bare")
-        more = ("target.kind=local", f"target.path={tmp_path / 'bare'}")
+        for file in place.glob("*token*"):
+            file.unlink()
     if not name:
         return learn(data, tmp_path / "run", folder)
     with pytest.raises(UserError) as caught:
-        learn(data, tmp_path / "run", folder, *more)
+        learn(data, tmp_path / "run", folder, *RUNS.get(name, ()))
     assert "\n" not in str(caught.value)
     assert not [*tmp_path.glob("run/checkpoints/*")] and not (tmp_path / "run/head").exists()

@@ -31,7 +31,7 @@ from outrider.train.features.store import CachedTarget, FeatureStore
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
 from tests.helpers.faults import launcher, wait
-from tests.helpers.training import TINY, chats, run_config, tiny_target
+from tests.helpers.training import TINY, run_config, tiny_target
 
 SHAPE = {**TINY, "layers": 4}
 
@@ -62,11 +62,11 @@ def written(
     *more: str,
     dtype: torch.dtype = torch.float32,
     per_shard: int = 12,
-    **shape: Any,
+    target: Target | None = None,
 ) -> FeatureWriter:
     """A finished cache of 4 files, in any dtype."""
     cfg = compose("cache_features", CacheConfig, command(data, out, *more))
-    target = tiny_target(**SHAPE, **shape)
+    target = target or tiny_target(**SHAPE)
     target.model.to(dtype)
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
@@ -85,10 +85,9 @@ def opened(
     writer: FeatureWriter,
     taps: Any = None,
     rows: JoinedRows | None = None,
-    target: Target | None = None,
 ) -> FeatureStore:
     rows = rows or writer.rows
-    identity = store.identity_of(target or writer.target, rows, writer.cfg.dtype)
+    identity = store.identity_of(writer.target, rows, writer.cfg.dtype)
     return FeatureStore(writer.folder, identity, taps or writer.taps, rows)
 
 
@@ -197,56 +196,27 @@ def test_evaluation_keeps_the_layers(data: Path, tmp_path: Path) -> None:
     assert read_card(out / "head")["head"]["calibration"]
 
 
-def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
+def test_what_does_not_change_features_may_differ_and_what_does_may_not(
+    data: Path, tmp_path: Path
+) -> None:
+    """tests/train/test_broken_features.py has other targets, data and layers."""
     writer = written(data, tmp_path / "f", "heads=[medusa]")
-    manifest = tmp_path / "f" / "manifest.json"
-    with pytest.raises(UserError, match=rf"{manifest}: .*target.weights_sha256 \w+ is not"):
-        opened(writer, target=tiny_target(**{**SHAPE, "seed": 5}))
-    for key, value in (("max_length", 52), ("path", str(chats(tmp_path / "other.jsonl", 47)))):
-        cfg = replace(writer.cfg.data, **{key: value})
-        rows = load_rows(cfg, writer.target.tokenizer, writer.target.eos_ids, 260, 1024)
-        with pytest.raises(UserError, match=rf"{manifest}: .*data.tokens_sha256"):
-            opened(writer, rows=rows)
-    with pytest.raises(UserError, match=rf"{manifest}: holds the hidden states \[4\]"):
-        opened(writer, taps=[1, 2, 4])
     for dtype in ("bfloat16", store.computed_in("float32", "bnb-nf4")):
         identity = store.identity_of(writer.target, writer.rows, dtype)
         with pytest.raises(UserError, match=f"dtype float32 is not {dtype}"):
             FeatureStore(writer.folder, identity, (4,), writer.rows)
-    other = load_rows(
-        replace(writer.cfg.data, held_out=0.3),
-        writer.target.tokenizer,
-        writer.target.eos_ids,
-        260,
-        1024,
-    )
-    assert opened(writer, rows=other)  # which rows are held out does not change their features
-    with pytest.raises(UserError, match=f"data.features: {tmp_path / 'none'} has no manifest.json"):
-        FeatureStore(tmp_path / "none", identity, (4,), writer.rows)
+    target = writer.target
+    keys = replace(writer.cfg.data, held_out=0.3)
+    assert opened(writer, rows=load_rows(keys, target.tokenizer, target.eos_ids, 260, 1024))
 
 
-def test_a_damaged_file_is_refused_and_can_be_written_again(data: Path, tmp_path: Path) -> None:
-    writer = written(data, tmp_path / "f")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()}
-    first, _, bad, _ = sorted((tmp_path / "f").glob("shard-*.safetensors"))
-    content = bad.read_bytes()
-    for wrong in (content[:-7], content + b"\0", first.read_bytes(), None):
-        bad.unlink() if wrong is None else bad.write_bytes(wrong)
-        with pytest.raises(UserError, match=f"^{bad}: "):
-            opened(writer)
+def test_a_damaged_file_can_be_written_again(data: Path, tmp_path: Path) -> None:
     written(data, tmp_path / "f")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()}
+    (tmp_path / "f/shard-00002.safetensors").unlink()
+    writer = written(data, tmp_path / "f")
     assert {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()} == before
     assert opened(writer)
-
-
-def test_a_manifest_that_was_changed_is_refused(data: Path, tmp_path: Path) -> None:
-    writer = written(data, tmp_path / "f")
-    path = tmp_path / "f" / "manifest.json"
-    card = json.loads(path.read_text())
-    for wrong in ({**card, "bounds": [0]}, {**card, "taps": None}, []):
-        path.write_text(json.dumps(wrong))
-        with pytest.raises(UserError):
-            opened(writer)
 
 
 def cache(data: Path, out: Path, *more: str) -> int:

@@ -63,9 +63,9 @@ def test_killed_at_random_the_head_is_that_of_an_undisturbed_run(
     writer, place = written(data, tmp_path / "whole", per_shard=3), tmp_path / "f"
     following(data, tmp_path / "whole", tmp_path / "undisturbed")
     writer.folder, said = place, tmp_path / "t"
-    writer.begin()
 
     def write() -> None:
+        writer.begin()
         for number in writer.missing:
             while delete and len(held(place)) > 5:
                 time.sleep(0.01)

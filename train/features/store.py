@@ -112,12 +112,13 @@ class FeatureStore:
     def _opened(self, number: int) -> Any:
         """Return an opened shard; its tensors must be what the manifest says."""
         path, (first, last) = shard_path(self.folder, number), self.bounds[number : number + 2]
-        wanted = [int(self.offsets[last] - self.offsets[first]), self.width, self.stored]
+        kind = self.stored.replace("bfloat", "BF").replace("float", "F")
+        wanted = [int(self.offsets[last] - self.offsets[first]), self.width, kind]
         found, why = [], ""
         try:
             file = safe_open(path, "pt")
             parts = [file.get_slice(f"tap.{tap}") for tap in self.taps]
-            found = [[*p.get_shape(), str(p[:0].dtype).removeprefix("torch.")] for p in parts]
+            found = [[*p.get_shape(), p.get_dtype()] for p in parts]
         except (OSError, SafetensorError) as error:
             why = f" ({error})"
         if found != [wanted] * len(self.taps):
