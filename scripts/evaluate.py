@@ -213,10 +213,8 @@ def show(reports: list[dict[str, Any]], parity: dict[str, Parity]) -> None:
     is as it should be."""
     for report in reports:
         score_table.table(report).show()
-    greedy = any(report["settings"]["temperature"] == 0 for report in reports)
     for word, meaning in score_table.WORDS.items():
-        if greedy or word != "same tokens":
-            print(f"{word}: {meaning}.")
+        print(f"{word}: {meaning}.")
     for name, gate in parity.items():
         lines = gate.lines()
         if gate.passed and "teacher_forced" in gate.lengths:

@@ -18,7 +18,6 @@ WORDS = {
     "another one, up to chance",
     "accepted at 1…4": "of the cycles that proposed that depth and accepted the one before, the "
     "share that accepted it",
-    "same tokens": "n/m: of m answers n are plain decoding's, token by token",
     "brackets": "95 % bootstrap over prompts (of times: over prompts that ran together)",
 }
 
@@ -36,7 +35,7 @@ def positions(row: Row, most: int = 4) -> str:
 
 
 def equality(row: Row) -> str:
-    """Return answers that equal those of `none` token by token, and the others; see WORDS."""
+    """Return answers that equal those of `none` token by token, and others; see `notes`."""
     found = row.get("lossless")
     if not found:
         return "–"
@@ -85,7 +84,7 @@ def table(report: dict[str, Any], **more: Any) -> Table:
         ("accepted at 1…4", positions),
     ]
     if report["settings"]["temperature"] == 0:
-        columns.append(("same tokens", equality))
+        columns.append(("same tokens as none", equality))
     more = {"title": title(report), "notes": notes(report)} | more
     return Table.of(columns, report["drafters"], **more)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.facts import eos_ids
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads.checkpoint import read_card
-from outrider.train.data.batches import JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.setup import fitting
-from tests.helpers.chats import CHATML_WITH_SPANS
 from tests.helpers.training import chats, run, tiny_target
-from tests.train.test_odd_rows import ODD
+from tests.train.test_odd_rows import ODD, chat
 
 
 def test_a_target_without_chat_template_is_message_once_not_row_by_row(tmp_path: Path) -> None:
@@ -49,42 +46,6 @@ def test_a_draft_vocabulary_that_the_data_cannot_fill_is_lowered(tmp_path: Path,
     assert 8 <= read_card(out / "head")["head"]["config"]["draft_vocab"] < 64
     message = capsys.readouterr().err
     assert "head.draft_vocab: 259 wanted, but only" in message and "resuming" in message
-
-
-def read(tmp_path: Path, *rows: dict[str, Any], tokenizer: Any = None, **keys: Any) -> JoinedRows:
-    """The tokens of rows, of which any may be left out."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = DataConfig(path=str(path), held_out=0.0, cache=False, max_bad_fraction=1.0, **keys)
-    return load_rows(cfg, tokenizer or byte_tokenizer(), (2,), 260, 512)
-
-
-def said(*texts: str, **more: Any) -> dict[str, Any]:
-    roles = ("user", "assistant") * len(texts)
-    turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
-    return {"messages": turns, **more}
-
-
-def taught(rows: JoinedRows, row: int = 0) -> list[str]:
-    """The supervised text of a row, in pieces."""
-    part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
-    ids, on = rows.ids[part], rows.loss[part]
-    text = byte_tokenizer().decode([int(t) if o else 0 for t, o in zip(ids, on, strict=True)])
-    return [piece for piece in text.split(byte_tokenizer().decode([0])) if piece]
-
-
-GOOD = said("q", "a")
-
-
-def test_tags_that_leave_the_end_of_a_turn_out_do_not_lose_it(tmp_path: Path) -> None:
-    template = CHATML_WITH_SPANS
-    end = "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    bare = template.replace(end, end.replace(" + '<|im_end|>'", "") + "<|im_end|>")
-    assert bare != template
-    one, other = (
-        read(tmp_path, GOOD, tokenizer=byte_tokenizer(template=text)) for text in (template, bare)
-    )
-    assert one.ids.equal(other.ids) and one.loss.equal(other.loss)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json", "rows.jsonl.zst"])
@@ -140,7 +101,8 @@ def test_keys_of_a_row_that_nobody_reads_are_counted_in_the_header(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [{**GOOD, "context": "x"}, {**GOOD, "context": "y", "id": 3, "weight": 1}, GOOD, GOOD]
+    good = chat("q", "a")
+    rows = [{**good, "context": "x"}, {**good, "context": "y", "id": 3, "weight": 1}, good, good]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(path, tmp_path / "run", "steps=1", "data.held_out=0")
     assert "keys not read: context in 2 rows, id in 1 rows" in capsys.readouterr().err

@@ -67,7 +67,6 @@ RECORD = {
     "request": {"messages": [{"role": "user", "content": "q"}], "stop": ["x"]},
     "response": {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]},
 }
-CHOSEN: dict[str, Any] = {"content": "a", "finish_reason": "length"}
 
 ODD = {
     # a system text, beside the turns or in them
@@ -177,11 +176,6 @@ ODD = {
     "a chat with BOS": Odd(chat("q", "a"), ("a" + E,), "1 BOS", keys={"bos": True}),
     "plain text of train false": Odd({"text": "abc", "train": False}, ()),
     # exchanges of a server
-    "an answer that a limit ended": Odd(
-        {**RECORD, "response": {"choices": [{"message": CHOSEN, "finish_reason": "length"}]}},
-        ("a",),
-    ),
-    "an answer that may have met a stop string": Odd(RECORD, ("a",)),
     "a request with arguments for the template": Odd(
         {**RECORD, "request": {**RECORD["request"], "chat_template_kwargs": {"thinking": False}}},
         "its request holds chat_template_kwargs",
@@ -194,6 +188,9 @@ ODD = {
         ("a" + E,),
         "1 beyond data.max_length",
         keys={"max_length": 99},
+    ),
+    "tags that leave the end of a turn out": Odd(
+        chat("q", "a"), ("a" + E,), template="as it is, marked but for the end"
     ),
     "a longer end behind the last turn": Odd(
         chat("q", "a", "r", "b"),

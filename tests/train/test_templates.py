@@ -94,6 +94,10 @@ TEMPLATES = {
         "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
     ),
 }
+END_SHOWN = "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+TEMPLATES["as it is, marked but for the end"] = CHATML_WITH_SPANS.replace(
+    END_SHOWN, "{{ message['content'] }}{% endgeneration %}<|im_end|>"
+)
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 

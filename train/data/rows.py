@@ -277,9 +277,9 @@ def exchange(request: Any, response: Any) -> dict[str, Any]:
     """Return the row of a request and its answer, as servers of the OpenAI API log them. An
     answer that a length or a stop string ended is not complete. Raises ValueError in a
     user's words."""
-    if isinstance(request, dict):
-        _check_read(request, "its request ")
-    messages = request.get("messages") if isinstance(request, dict) else None
+    request = request if isinstance(request, dict) else {}
+    _check_read(request, "its request ")
+    messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError("its request has no messages")
     choices = response.get("choices") if isinstance(response, dict) else None
