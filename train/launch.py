@@ -34,7 +34,8 @@ The same command again resumes. Data: chats in JSONL, a `datasets` data set (dat
 text (data=text); data.path=[FILE,FILE] takes several. Exit codes: 0 done, 1 training and decoding
 disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM, SIGUSR1 or
 SIGUSR2 (saved: start it again). One process ends with them; a launcher hands on 0 alone, and ends
-with 143 (accelerate, one process or no GPUs) or 1 (several). Faults: docs/train.md."""
+with 143 (accelerate, one process or no GPUs), or of several with 142 (a mistake) or 1. Faults:
+docs/train.md."""
 
 
 def set_memory() -> None:
