@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import make_dataclass
 from typing import Annotated, Any, Literal
-
-from omegaconf import OmegaConf
 
 from outrider.conf.rules import (
     SEEDS,
@@ -18,12 +16,11 @@ from outrider.conf.rules import (
     Seed,
     one_of,
 )
-from outrider.conf.typed import convert, faults, from_json
+from outrider.conf.typed import faults, from_json
 
 
-def read(hint: Any, value: Any, usual: Any = ...) -> tuple[Any, list[str]]:
-    default = () if usual is ... else (usual,)
-    schema = make_dataclass("Schema", [("key", hint, *default)])
+def read(hint: Any, value: Any) -> tuple[Any, list[str]]:
+    schema = make_dataclass("Schema", [("key", hint)])
     made, problems = from_json({"key": value}, schema)
     return getattr(made, "key", None), problems
 
@@ -70,49 +67,9 @@ def test_values_that_are_taken_or_refused() -> None:
         assert line.startswith(f"key: {said}") and len(line) < 300 and "\n" not in line, hint
 
 
-@dataclass
-class Part:
-    """A group."""
-
-    name: NotEmpty = ""
-
-
-@dataclass
-class Command:
-    """A command."""
-
-    part: Part = field(default_factory=Part)
-    out: NotEmpty = ""
-
-
 def test_a_default_that_breaks_its_own_rule_is_told_as_well() -> None:
     """So a key may be required by the default of an empty text."""
-    assert from_json({"part": {}}, Command)[1] == [
-        "part.name: is empty; set part.name=VALUE",
-        "out: is empty; set out=VALUE",
-    ]
-    assert faults(Command(), "all.") == [
-        "all.part.name: is empty; set part.name=VALUE",
-        "all.out: is empty; set out=VALUE",
-    ]
-
-
-def test_what_is_missing_or_refers_to_nothing_is_one_line_each() -> None:
-    """A group that nobody set has its defaults; an interpolation ends the reading."""
-    inner = make_dataclass("Inner", [("size", int)])
-    groups = [("part", inner), ("out", str)]
-    schema = make_dataclass("Outer", [("from_", int), *groups])
-    given = {"from": 1, "part": {"size": "???"}, "out": "???"}
-    assert convert(OmegaConf.create(given), schema)[1] == [
-        "part.size: is required; set part.size=VALUE",
-        "out: is required; set out=VALUE",
-    ]
-    (line,) = convert(OmegaConf.create({**given, "part": {"size": "${b.c}"}}), schema)[1]
-    assert line.startswith("part.size: Interpolation key 'b.c' not found")
-    made = schema(from_="x", part=inner(1), out="${x}")
-    assert faults(made) == [
-        "from: 'x' should be a valid integer, unable to parse string as an integer"
-    ]
-    data = {"from": 1, "part": {"size": 1}, "out": "${x}"}
-    assert from_json(data, schema)[0].out == "${x}"
-    assert from_json({**data, "${x}": 1}, schema)[1][0].startswith("${x}: no such key")
+    part = make_dataclass("Part", [("name", NotEmpty, "")])
+    schema = make_dataclass("Command", [("part", part), ("out", NotEmpty, "")])
+    wanted = ["part.name: is empty; set part.name=VALUE", "out: is empty; set out=VALUE"]
+    assert from_json({"part": {}}, schema)[1] == faults(schema(part())) == wanted

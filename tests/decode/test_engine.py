@@ -4,8 +4,6 @@ to the last token.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +19,6 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
-from outrider.heads.names import DraftSpec
-from tests.contract.cases import CASES, moved
 
 
 class Tree(NoDraft):
@@ -158,32 +154,6 @@ def test_rows_that_join_and_leave_keep_their_tokens(target: Target) -> None:
         assert rows[1].generation.finish == LEFT
         assert got[1] == wanted[1][: len(got[1])]
         assert [*got[:1], *got[2:]] == [*wanted[:1], *wanted[2:]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_a_request_has_its_text_alone_and_beside_whoever_joins(name: str) -> None:
-    """In float64: in float32 a batch is rounded otherwise than a row, by 1e-6, which parts one
-    answer of a thousand."""
-    drawn = [Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.2, repetition_penalty=1.2)]
-    dice = torch.Generator().manual_seed(len(name))
-    target, head = moved(CASES[name], "float64")
-    for shape, sampling in itertools.product(("chain", "tree"), drawn):
-        sizes = torch.randint(1, 30, (12,), generator=dice).tolist()
-        texts = [torch.randint(3, 250, (size,), generator=dice).tolist() for size in sizes]
-        asked = [Request(text, 24, id=i) for i, text in enumerate(texts)]
-        drafter = head.drafter(target, DraftSpec(shape=shape))
-        alone = [tokens_of(target, drafter, request, sampling) for request in asked]
-        engine = Engine(target, drafter, sampling, BatchLimits(5, 64), eos_ids=())
-        rows = list[Row]()
-        while engine.busy or len(rows) < len(asked):
-            rows += [engine.join(request) for request in asked[len(rows) :][:2]]
-            engine.step()
-        assert [row.generation.token_ids for row in rows] == alone, (shape, sampling)
-
-
-def tokens_of(target: Target, drafter: Drafter, request: Request, sampling: Sampling) -> list[int]:
-    return generate(target, drafter, [request], sampling, eos_ids=()).generations[0].token_ids
 
 
 def test_a_row_that_is_refused_leaves_nothing(target: Target) -> None:

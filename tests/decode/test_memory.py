@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.conf.errors import UserError
-from outrider.decode.cache import TreeCache
-from outrider.decode.engine import Request, generate
 from outrider.decode.models import memory, quantize
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.memory import MemoryPlan, Need
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
-from outrider.decode.sampling import Sampling
-from outrider.heads.drafters import resolve_drafter
 
 CONFIG = SimpleNamespace(
     num_hidden_layers=2,
@@ -91,29 +85,3 @@ def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
     cfg = TargetConfig(kind="local", path=str(tmp_path))
     with pytest.raises(UserError, match="memory: .* needs"):
         load_target(cfg, "float32", "cpu", MemoryPlan(64, 4096, 64))
-
-
-@pytest.mark.parametrize("drafts", ["none", "ngram@chain:3"])
-def test_the_cache_of_an_answer_is_gone_with_it(
-    drafts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without Python's search for cycles, which comes late: a batch of 96 rows left gigabytes."""
-    target = load_target(TargetConfig(kind="tiny"))
-    drafter = resolve_drafter(drafts, target)
-    caches: list[weakref.ref[TreeCache]] = []
-    made = TreeCache.__init__
-
-    def counted(cache: TreeCache, *args: Any, **keys: Any) -> None:
-        made(cache, *args, **keys)
-        caches.append(weakref.ref(cache))
-
-    monkeypatch.setattr(TreeCache, "__init__", counted)
-    requests = [Request([1, 2, 3], 12, id=i) for i in range(3)]
-    gc.collect()
-    gc.disable()
-    try:
-        run = generate(target, drafter, requests, Sampling(1.0), batch_size=2)
-        assert len(run.generations) == 3 and caches
-        assert not any(cache() for cache in caches)
-    finally:
-        gc.enable()

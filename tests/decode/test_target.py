@@ -185,23 +185,8 @@ def test_taps_are_hidden_states_everywhere(arch: str) -> None:
     torch.testing.assert_close(only[:, :, 0], feats[:, :, -1])
 
 
-def test_target_is_frozen_and_heads_learn_through_its_lm_head() -> None:
-    target = Target(build("llama").train())
-    assert not target.model.training and not any(p.requires_grad for p in target.model.parameters())
-    ids, mask = torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.bool)
-    assert not target.features(ids, mask, (1,)).requires_grad
-    hidden = torch.randn(1, target.hidden_size, requires_grad=True)
-    target.unembed(hidden).sum().backward()  # heads learn through the frozen LM head
-    assert hidden.grad is not None
-
-
-def test_features_refuse_left_padding_and_unknown_taps() -> None:
-    target = Target(build("llama"))
-    ids = torch.arange(3, 9)[None]
-    with pytest.raises(ValueError, match="pad on the right"):
-        target.features(ids, torch.arange(6)[None] > 1, (1,))
-    with pytest.raises(UserError, match=r"taps: 3 .*0\.\.2"):
-        target.features(ids, torch.ones_like(ids, dtype=torch.bool), (3,))
+def test_a_target_is_in_evaluation_mode() -> None:
+    assert not Target(build("llama").train()).model.training
 
 
 def test_learned_positions_end_at_the_context() -> None:

@@ -4,58 +4,20 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.identity import (
     Identity,
-    sha256_state,
     sha256_template,
     sha256_tokenizer,
     sha256_weights,
 )
 from outrider.decode.models.load import TargetConfig, load_target, load_tokenizer, torch_dtype
-from outrider.decode.models.tiny import FIRST_BYTE, byte_tokenizer, tiny_model
+from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from tests.helpers.chats import CHATML_WITH_SPANS
 
 TINY = TargetConfig(kind="tiny")
 TOKENIZER = byte_tokenizer(300)
-
-
-@given(st.text(max_size=60))
-def test_bytes_round_trip(text: str) -> None:
-    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    if "<|" not in text:
-        assert ids == [FIRST_BYTE + b for b in text.encode()]
-    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
-
-
-def test_template_with_spans_renders_the_same_text_and_marks_the_answer() -> None:
-    turns = [("user", "hey"), ("assistant", "yo"), ("user", "?")]
-    chat = [{"role": role, "content": content} for role, content in turns]
-    spans = byte_tokenizer(300, CHATML_WITH_SPANS)
-    for generation in (False, True):
-        keys = {"tokenize": False, "add_generation_prompt": generation}
-        assert TOKENIZER.apply_chat_template(chat, **keys) == spans.apply_chat_template(
-            chat, **keys
-        )
-    out = spans.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    marked = [i for i, m in zip(out["input_ids"], out["assistant_masks"], strict=True) if m]
-    assert spans.decode(marked) == "yo<|im_end|>"
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gemma2"])
-def test_models_are_pure_functions_of_their_arguments(arch: str) -> None:
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    a, b, c = tiny_model(arch), tiny_model(arch), tiny_model(arch, seed=1)
-    assert torch.equal(state, torch.get_rng_state())
-    hashes = [sha256_state(m.state_dict()) for m in (a, b, c)]
-    assert hashes[0] == hashes[1] != hashes[2]
-    ids = torch.arange(3, 30)[None]
-    spread = a(ids).logits.std(-1).mean().item()
-    assert 1.0 < spread < 2.5
 
 
 @pytest.mark.parametrize(

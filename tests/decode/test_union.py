@@ -14,8 +14,7 @@ from outrider.conf.errors import UserError
 from outrider.decode.adaptive import Adaptive
 from outrider.decode.checks import validate
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import Drafter, NoDraft
-from outrider.decode.engine import Request, generate
+from outrider.decode.drafters import Drafter
 from outrider.decode.ngram import NGram, listed
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
@@ -149,15 +148,6 @@ def test_a_joined_tree_holds_all_paths_and_the_first_tree_in_front() -> None:
 # --- drafters
 
 
-def union_of(*names: str, shape: str = "tree") -> tuple[Target, Union]:
-    """A union of fresh heads of one target and an n-gram tree."""
-    target, parts = tiny_target("float64", layers=2), []
-    for name in names:
-        _, head = moved(CASES[name], "float64")
-        parts.append(head.drafter(target, DraftSpec(shape=shape)))
-    return target, Union([*parts, NGram(nodes=6)])
-
-
 @pytest.mark.parametrize(
     "name", ["medusa", "eagle1", "eagle3", "dflash", "draft model", "draft model of that context"]
 )
@@ -198,26 +188,6 @@ def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
     beside = summary(Union([part, NGram(deep)]), [0, 1])
     assert beside.size.tolist()[0] == 0 and alone.size.tolist()[0] > 0
     assert paths(beside, 1) == paths(alone, 0)
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
-    """Rows with and without a match, at T = 0 the target's own tokens, at T > 0 the same alone and
-    beside others."""
-    target, union = union_of("eagle3", "medusa")
-    drafter: Drafter = Adaptive(union) if adaptive else union
-    prompts = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [11], [40, 41, 40, 41, 40]]
-    requested = [Request(p, 10, id=i) for i, p in enumerate(prompts)]
-    plain = generate(target, NoDraft(), requested, Sampling(), eos_ids=()).generations
-    for sampling in (Sampling(), Sampling(0.3), Sampling(1.2, top_k=40, repetition_penalty=1.1)):
-        runs = [
-            generate(target, drafter, requested, sampling, batch_size=size, eos_ids=())
-            for size in (1, 3)
-        ]
-        texts = [[g.token_ids for g in run.generations] for run in runs]
-        assert texts[0] == texts[1]
-        if sampling.greedy:
-            assert texts[0] == [g.token_ids for g in plain]
 
 
 class Sometimes(TableDrafter):

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import NoDraft
-from outrider.decode.ngram import NGram
 from outrider.heads.checkpoint import load_head, recover, save_head, staged
-from outrider.heads.drafters import resolve_drafter
 from outrider.heads.folders import find_head
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from tests.helpers.training import tiny_target
@@ -39,18 +36,6 @@ def saved(target, tmp_path: Path) -> Path:
     }
     save_head(head, tmp_path / "run/head", target.identity, {"step": 5})
     return tmp_path / "run/head"
-
-
-def test_round_trip_keeps_weights_map_and_calibration(target, saved: Path) -> None:
-    first, again = load_head(saved, target), load_head(saved, target)
-    assert isinstance(first, MedusaHead)
-    for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True):
-        assert a.equal(b)
-    assert first.cfg == MedusaConfig(heads=2, draft_vocab=64)
-    assert first.ids().equal(torch.arange(64))
-    assert first.tree(16, 2).paths == ((0,), (1,), (0, 0))
-    assert not first.training
-    assert {p.name for p in saved.iterdir()} == {"head.json", "head.safetensors"}
 
 
 def test_a_head_of_another_target_is_refused_by_hash(saved: Path) -> None:
@@ -111,33 +96,6 @@ def test_recover_mends_the_instant_between_two_renames(tmp_path: Path) -> None:
     assert (final / "a").read_text() == "1" and [p.name for p in tmp_path.iterdir()] == ["head"]
 
 
-def test_drafters_by_name(target, saved: Path) -> None:
-    run = saved.parent
-    assert isinstance(resolve_drafter("none", target), NoDraft)
-    assert isinstance(resolve_drafter("ngram", target), NGram)
-    for spec, shape in ((f"{run}@chain", "chain"), (f"{saved}@tree", "tree"), (f"{run}/", "tree")):
-        drafter = resolve_drafter(spec, target)
-        assert (drafter.name, drafter.shape) == (spec, shape)
-    assert resolve_drafter(f"{run}@chain", target).max_nodes == 2
-
-
-@pytest.mark.parametrize(
-    "spec, said",
-    [
-        ("ngarm", "neither none, ngram nor a folder"),
-        ("RUN@star", "unknown shape 'star'"),
-        ("EMPTY", "holds no head"),
-    ],
-)
-def test_drafters_that_do_not_exist(
-    target, saved: Path, tmp_path: Path, spec: str, said: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    spec = spec.replace("RUN", str(saved.parent)).replace("EMPTY", str(tmp_path / "empty"))
-    with pytest.raises(UserError, match=re.escape(said)):
-        resolve_drafter(spec, target)
-
-
 def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpoint(
     target, saved: Path
 ) -> None:
@@ -149,9 +107,3 @@ def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpo
     assert find_head(str(run)) == run / "best"
     (run / "best").rename(run / "y")
     assert find_head(str(run)) == run / "checkpoints/step-10"
-
-
-def test_an_unknown_kind_is_refused(target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.heads.registry.HEADS", {})
-    with pytest.raises(UserError, match="unknown kind of head 'medusa'"):
-        load_head(saved, target)

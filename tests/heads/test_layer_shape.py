@@ -1,9 +1,8 @@
-"""The make of a head's own decoder layers: what it takes from the target, what its keys
-choose, and what cards without those keys mean."""
+"""The make of a head's own decoder layers: what it takes from the target, and what its keys
+choose."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import CARD, load_head, save_head, signed
+from outrider.heads.checkpoint import save_head
 from outrider.heads.registry import head_class
 from outrider.heads.warm import Start
 from tests.helpers.archs import VOCAB, build
-from tests.helpers.training import random_batch
 
 WITH_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {"draft_vocab": 0}),
@@ -27,7 +25,6 @@ WITH_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark": ("dspark", {"draft_vocab": 20, "block": 3, "layers": 1, "markov_rank": 2}),
     "hydra": ("hydra_heads", {"draft_vocab": 20, "heads": 2, "prefix_layers": 1}),
 }
-OLD = {"intermediate_size": 48}  # as Gemma's, before the key
 
 
 def made(target: Target, name: str, **keys: Any) -> Head:
@@ -56,23 +53,6 @@ def test_layers_have_silu_and_are_wide_behind_experts(name: str, arch: str, inne
     assert head.cfg.intermediate_size == inner
     chosen = made(target, name, intermediate_size=80)
     assert layer(chosen)["intermediate_size"] == 80
-
-
-@pytest.mark.parametrize("name", ["eagle3", "dspark", "hydra"])
-def test_a_card_of_the_first_version_keeps_its_layers(tmp_path: Path, name: str) -> None:
-    """It had no keys of layers."""
-    target = Target(build("llama"))
-    head, batch = made(target, name, **OLD), random_batch(vocab=VOCAB)
-    save_head(head, tmp_path, target.identity)
-    card = json.loads((tmp_path / CARD).read_text())
-    for key in OLD:
-        del card["head"]["config"][key]
-    card["head"].pop("reads_table", None)
-    (tmp_path / CARD).write_text(signed(card))
-    again = load_head(tmp_path, target)
-    assert layer(again) == layer(head)
-    both = ([t for *_, t in one.teacher_forced(batch, target, 2)] for one in (head, again))
-    assert all(a.equal(b) for a, b in zip(*both, strict=True))
 
 
 def test_a_warm_start_names_the_keys_of_layers_of_another_make(tmp_path: Path) -> None:

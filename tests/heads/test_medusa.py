@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -47,19 +45,6 @@ def test_draft_vocabulary_counts_outside_tokens_as_misses(target) -> None:
     inside = vocab.to_t2d(ids, 260)[batch.ids[rows, steps]] & (steps >= 2)
     assert out.stats["loss_0"][1] == inside.sum() < out.count
     assert out.stats["top1_0"][1] == (steps >= 2).sum()
-
-
-def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
-    from outrider.heads.checkpoint import save_head
-    from outrider.heads.drafters import resolve_drafter
-
-    save_head(trained_like(target), tmp_path / "m", target.identity)
-    old = trained_like(target, dataclasses.replace(FULL, tree_draw="fixed"))
-    save_head(old, tmp_path / "old", target.identity)
-    named = {"m": True, "m@tree:4": True, "old@tree": False}
-    for spec, drawn in named.items():
-        drafter = resolve_drafter(f"{tmp_path}/{spec}", target)
-        assert (drafter.shape, drafter.form.drawn) == ("tree", drawn)
 
 
 def test_best_first_tree_from_measured_ranks() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.conf.typed import from_json
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -43,14 +42,6 @@ def medusa(tmp_path: Path, target: Target) -> Path:
 def leave(folder: Path, **changes: Any) -> None:
     message = Tuned(card_sha256(folder), TREE, DraftSettings("chain", depth=2), TREE).to_json()
     (folder / DECODE).write_text(json.dumps({**message, **changes}))
-
-
-def test_settings_survive_the_disk() -> None:
-    for one in (TREE, DraftSettings("tree", 5, 24, 6), DraftSettings("chain")):
-        assert from_json(json.loads(json.dumps(one.to_json())), DraftSettings) == (one, [])
-    assert (
-        str(TREE) == "tree 3 nodes, depth 2" and str(DraftSettings("chain", depth=4)) == "chain K=4"
-    )
 
 
 def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:

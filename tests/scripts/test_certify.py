@@ -15,9 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from outrider.decode.cache import TreeCache
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Generation, Request, generate
@@ -261,27 +259,6 @@ def test_greedy_layer_passes_sound_code_and_names_defects(small: Any) -> None:
         assert greedy_layer(of(setup, target=change(setup.target)), own)["defects"] > 0
 
 
-def test_greedy_layer_sees_what_goes_wrong_in_a_batch_of_one(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A single row takes ways of its own through the cache; here it forgets to move."""
-    setup, drafter = small
-    prompts = [[first, 5, 7, 9] for first in (15, 18, 27)]
-    plan = dataclasses.replace(setup.plan, greedy_prompts=3)
-    setup = dataclasses.replace(open_setup(setup.target, prompts, plan), tie=1e-4)
-    tree = DraftModel(drafter.draft, Form.tree(3, nodes=7, width=3))
-    compact = TreeCache._compact
-
-    def lazy(cache: TreeCache, path: Tensor, deepest: int) -> None:
-        if len(cache.lengths) > 1:
-            compact(cache, path, deepest)
-
-    monkeypatch.setattr(TreeCache, "_compact", lazy)
-    found = greedy_layer(setup, tree)["divergences"]
-    places = {d["prompt"]: d["position"] for d in found if d["kind"] == "defect"}
-    assert places[len(prompts) - 1] < 12, "the last one is alone from its first token on"
-
-
 def test_left_padding_of_the_reference_is_told_from_a_defect(small: Any) -> None:
     """An answer unlike a batched reference is compared with the reference alone."""
     setup, drafter = small
@@ -359,18 +336,6 @@ def test_command_writes_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 0.05 < found["bound"]["shift"] < 0.12
     assert len(found["identities"]["target"]["weights_sha256"]) == 64
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["certificate.json"]
-
-
-def test_the_whole_time_is_said_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    def begun(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(certify, "open_setup", begun)
-    assert command(tmp_path / "c", "drafter=ngram", "temperature=1") == (130, {})
-    said = capsys.readouterr().err
-    assert "5 small models, 16 greedy and 400 sampled tokens, 3 controls: about " in said
 
 
 def test_command_at_temperature_zero(tmp_path: Path) -> None:

@@ -76,13 +76,6 @@ def test_half_an_emoji_in_a_conversation(monkeypatch: Any, capsys: Any) -> None:
 # -- seeds
 
 
-def test_seeds_that_no_generator_takes(tmp_path: Path, capsys: Any) -> None:
-    for seed in (1 << 63, -1, 10**40):
-        assert code(evaluate.main, f"out={tmp_path}/out", f"seed={seed}") == 2
-        said = one_line(capsys)
-        assert said.startswith("error: seed: ")
-
-
 # -- one writer, and what a run depends on
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from outrider.scripts.common.memo import Memo
 
 
@@ -27,17 +25,3 @@ def test_what_is_there_is_kept(tmp_path: Path) -> None:
     alone = Memo(None)
     alone.add("x", 5)
     assert alone.lines("x") == [5]
-
-
-def test_another_key_begins_anew_and_names_what_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tmp_path / "memo.jsonl"
-    Memo(place, {"a": 1, "b": [2], "c": 3}).add("x", 1)
-    again = Memo(place, {"a": 1, "b": [3], "d": 3})
-    assert not again.resumed and again.lines("x") == []
-    assert f"{place} was made with another b, c, d; all is" in capsys.readouterr().err
-    Memo(place, {"a": 1, "b": [3], "d": 4})
-    assert not capsys.readouterr().err, "there was nothing to lose"
-    place.write_text("mine\n")
-    assert not Memo(place, {"a": 1}).resumed, "a damaged file begins anew"

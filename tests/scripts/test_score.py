@@ -126,6 +126,13 @@ def test_a_cycle_cut_by_a_stop_token_commits_what_is_there() -> None:
     assert line["cycles"] == [3, 1]
 
 
+def test_a_difference_is_taken_prompt_by_prompt() -> None:
+    """What two drafters share, however prompts differ, is no doubt about which is better."""
+    one, other = ([cycles(k % 3 + more) for k in range(30)] for more in (0, 1))
+    found = stats.paired_difference(other, one)
+    assert (found.mean, found.low, found.high) == pytest.approx((1, 1, 1))
+
+
 def test_turns_of_a_prompt_are_one_unit() -> None:
     c = Contest()
     for name, seconds in (("none", 2.0), ("fast", 1.0)):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
-from outrider.scripts.common import rendering
 from outrider.scripts.reports.table import Table, interval, number, ratio
 
 ROWS = [["a [bold]", "1.40 [1.32, 1.50]", "x"], ["b", "2.00", "longer"]]
@@ -24,16 +22,6 @@ def test_a_log_has_no_width() -> None:
     file = io.StringIO()
     TABLE.show(Console(file=file, width=60))
     assert "1.40 [1.32, 1.50]" in file.getvalue() and "a [bold]" in file.getvalue()
-
-
-@pytest.mark.parametrize("head", [True, False])
-def test_html_escapes_cells_and_marks_warnings(head: bool) -> None:
-    columns = TABLE.head if head else ()
-    table = Table(columns, [["<b>", "1.40 [1.32]", "x"]], notes=["IN DOUBT", "fine"], best=0)
-    text = rendering.PAGES.get_template("parts.html").module.panel(table)  # type: ignore[attr-defined]
-    assert "&lt;b&gt;" in text and "<b>" not in text
-    assert "1.40 <small>[1.32]</small>" in text and 'class="best"' in text
-    assert '<p class="note warn">IN DOUBT</p>' in text and '<p class="note">fine</p>' in text
 
 
 def test_figures_in_cells() -> None:

@@ -11,8 +11,8 @@ import pytest
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
-from outrider.train.data.rows import BadRow, Encoded, RowReading, encode, interpret
-from tests.train.test_templates import ASK, CALL, EOS, TOOLS, texts
+from outrider.train.data.rows import Encoded, RowReading, encode, interpret
+from tests.train.test_templates import ASK, EOS, texts
 from tests.train.test_templates import TEMPLATES as FIELD
 
 HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -110,28 +110,6 @@ def test_a_block_before_every_turn_where_no_turn_is_a_prefix() -> None:
         "<think>\nbecause of two\n</think>\n\ntwo<|im_end|>",
         "three<|im_end|>",
     ]
-
-
-@pytest.mark.parametrize("content", [None, "I look."])
-def test_tool_calls_reach_the_template_and_are_supervised(content: str | None) -> None:
-    turns = [
-        {"role": "user", "content": "what?"},
-        {"role": "assistant", "content": content, "tool_calls": [CALL]},
-        {"role": "tool", "content": "a thing"},
-        {"role": "assistant", "content": "a thing."},
-    ]
-    found, tokenizer = tokenize(turns, THINK_LAST, tools=TOOLS)
-    said = tokenizer.decode(found.ids)
-    assert said.startswith("<tools>[{") and "None" not in said
-    called = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
-    assert texts(found, tokenizer) == [
-        f"{content or ''}{called}<|im_end|>",
-        "a thing.<|im_end|>",
-    ]
-    with pytest.raises(BadRow, match="does not show tools"):
-        tokenize(turns, CHATML, tools=TOOLS)
-    with pytest.raises(BadRow, match="does not show the tool_calls of turn 1|refuses it"):
-        tokenize(turns, CHATML)
 
 
 def write(path: Path, rows: int = 12) -> Path:

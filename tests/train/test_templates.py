@@ -276,15 +276,6 @@ def check_cut(template: str, form: str) -> None:
     return None
 
 
-def test_reasoning_of_earlier_turns_that_is_cut_off_is_counted() -> None:
-    given = [INSIDE.format(n) for n in ("one", "two", "three")]
-    tokenizer = byte_tokenizer(template=TEMPLATES["block in the last turn alone"])
-    row = interpret({"messages": turns(*given)}, "f:1")
-    assert [found.hidden for found in encode(row, tokenizer, RowReading(4096, EOS))] == [2]
-    rows = encode(row, tokenizer, RowReading(4096, EOS, turns="rows"))
-    assert [found.hidden for found in rows] == [0, 0, 0]
-
-
 def test_an_answer_whose_last_token_runs_into_the_templates_words_is_left_out() -> None:
     """As where a template ends turns with a word that is no token of its tokenizer's."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -306,15 +297,3 @@ def test_an_answer_whose_last_token_runs_into_the_templates_words_is_left_out() 
         BadRow, match="f:1: the chat template does not show all of turn 1 in tokens"
     ):
         encode(row, tokenizer, RowReading(4096))
-
-
-def test_a_turn_of_the_assistants_before_the_first_question_is_dropped_and_counted() -> None:
-    greeting = {"role": "assistant", "content": "hello"}
-    for first in ([greeting], [greeting, greeting]):
-        row = interpret({"messages": [*first, *turns("one")]}, "f:1")
-        assert row.chat == turns("one") and row.dropped == len(first)
-    system = {"role": "system", "content": "be brief"}
-    row = interpret({"messages": [system, greeting, *turns("one")]}, "f:1")
-    assert row.chat == [system, *turns("one")] and row.dropped == 1
-    with pytest.raises(ValueError, match="turn 2: role 'user' where 'assistant' is due"):
-        interpret({"messages": [system, greeting, *turns("one")[:1], *turns("one")]}, "f:1")

@@ -40,13 +40,6 @@ def supervised(tokenizer, turns, **row) -> str:
     return tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_SPANS], ids=["prefix", "tags"])
-def test_mask_is_the_assistants_text_and_its_end_of_turn(template: str) -> None:
-    tokenizer = byte_tokenizer(template=template)
-    assert supervised(tokenizer, TURNS) == "hé, 12!<|im_end|>no\nmore<|im_end|>"
-    assert supervised(tokenizer, TURNS, complete=False) == "hé, 12!<|im_end|>no\nmore"
-
-
 @given(
     st.lists(
         st.text(
