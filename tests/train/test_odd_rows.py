@@ -61,6 +61,7 @@ CALLED = chat(
     {"role": "tool", "content": "a thing"},
     "it is",
 )
+SPOKE = {"messages": [{**m, "content": m["content"] or "I look."} for m in CALLED["messages"]]}
 CALLS = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
 TOOLED, LAST = "calls beside the text", "block in the last turn alone"
 RECORD = {
@@ -109,6 +110,9 @@ ODD = {
     ),
     # tools
     "a call": Odd({**CALLED, "tools": TOOLS}, (CALLS + E, "it is" + E), template=TOOLED),
+    "words and a call": Odd(
+        {**SPOKE, "tools": TOOLS}, ("I look." + CALLS + E, "it is" + E), template=TOOLED
+    ),
     "a call that the template passes over": Odd(CALLED, "does not show the tool_calls of turn 1"),
     "tools that the template passes over": Odd(chat("q", "a", tools=TOOLS), "does not show tools"),
     "an old function_call": Odd(
