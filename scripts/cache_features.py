@@ -101,7 +101,8 @@ def main(cfg: CacheConfig) -> None:
     state.wait_for_everyone()
     shards = [number for number in writer.missing if number % world == rank]
     if cfg.base_url:
-        place, order = Path(cfg.captured).expanduser(), writer.rows_of(shards)
+        place, bounds = Path(cfg.captured).expanduser(), writer.bounds
+        order = [row for i in shards for row in range(*bounds[i : i + 2])]
         with CapturedStates(cfg.base_url, place, cfg.concurrency, target, writer.taps) as server:
             texts = (rows.ids[slice(*rows.offsets[r : r + 2].tolist())].tolist() for r in order)
             write(writer, shards, zip(order, server.states(texts), strict=True), console, world)

@@ -35,7 +35,9 @@ def begin_round(run: Run) -> int:
             run.log.say(f"step {step}: waiting for {max(lacking)}")
         said = True
         time.sleep(PAUSE)
-    if store is not None and not run.ready and run.cfg.target.kind != "tiny":  # random: tells none
+    # Random weights tell no token, and spread ones have not all that is asked here.
+    told = run.cfg.target.kind != "tiny" and not run.target.sharded
+    if store is not None and not run.ready and told:
         batch = run.rows.batch(run.plan.batch(step))
         check_last(CachedTarget(run.target, store, batch), batch)
     run.ready = end

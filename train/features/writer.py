@@ -130,10 +130,6 @@ class FeatureWriter:
         """Write the manifest."""
         disk.write_text(self.folder / MANIFEST, json.dumps(self.plan, indent=1) + "\n")
 
-    def rows_of(self, shards: Sequence[int]) -> list[int]:
-        """Return the rows of some shards."""
-        return [row for i in shards for row in range(self.bounds[i], self.bounds[i + 1])]
-
     def computed(self, shards: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield each row of some shards with its hidden states [T, taps, D], by passes of the
         target here; within a shard rows of similar length share one."""
