@@ -27,7 +27,7 @@ RUNS: dict[str, tuple[str, type[TrainConfig]]] = {
     "medusa": ("medusa", keys_of("medusa")),
     "hydra": ("hydra_heads", keys_of("hydra_heads")),
     "draft": ("draft", keys_of("draft")),
-    "demo": ("medusa", keys_of("medusa")),
+    "demo": ("eagle", keys_of("eagle")),
 }
 ARCHITECTURES = {
     "llama31": "llama",
