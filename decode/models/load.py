@@ -331,6 +331,9 @@ def _pretrained(
     model.config.architectures = config.architectures  # what engines know the whole by
     if whole:
         model.config.get_text_config(decoder=True).num_hidden_layers = whole
+    if quantize.stored(folder) in quantize.UNPACKED:
+        for weight in model.parameters():  # those that were not packed stay as they were kept
+            weight.data = weight.data.to(kind)
     return model.eval()
 
 
@@ -354,8 +357,8 @@ def _arguments(
     found = _attention(cfg)
     if place.type != "cpu" or cfg.quantize != quantize.NONE:
         found["device_map"] = {"": str(place)}  # the host holds one weight at a time
-    if quantize.stored(folder) == quantize.MXFP4:
-        found["quantization_config"] = quantize.unpacked(cfg.quantize)
+    if quantize.stored(folder) in quantize.UNPACKED:
+        found["quantization_config"] = quantize.unpacked(folder, cfg.quantize)
     elif cfg.quantize != quantize.NONE:
         found["quantization_config"] = quantize.config(cfg.quantize, kind)
     return found

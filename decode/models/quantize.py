@@ -23,32 +23,40 @@ KINDS: dict[str, tuple[str, float]] = {
     "torchao-int4": ("torchao", 4.5),
 }
 NONE = "none"
-MXFP4 = "mxfp4"  # how gpt-oss is published: two weights a byte, a scale for 32
+# What is read as plain numbers: gpt-oss's two weights a byte with a scale for 32, and FP8 with a
+# scale a block. The kernels for the packed ones are compiled code that transformers would fetch
+# from the hub, and a machine that has them would give other numbers than one that has not.
+UNPACKED = ("mxfp4", "fp8")
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """Return how a checkpoint keeps its weights, by its config.json; {} for plain numbers."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return dict(found["quantization_config"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def stored(folder: Path) -> str:
-    """Return how a checkpoint keeps its weights, by its config.json; "" for plain numbers."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return str(found["quantization_config"]["quant_method"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    """Return the name of how a checkpoint keeps its weights; "" for plain numbers."""
+    return str(_stored(folder).get("quant_method", ""))
 
 
-def unpacked(kind: str) -> Any:
-    """transformers' config that reads MXFP4 weights as plain numbers. Its kernels for the
-    packed ones are compiled code that it would fetch from the hub, and a machine that has
-    them would give other numbers than one that has not.
+def unpacked(folder: Path, kind: str) -> Any:
+    """transformers' config that reads the weights of a checkpoint of UNPACKED as plain numbers.
 
     Raises UserError where they shall be quantised by `kind` as well."""
     if kind != NONE:
         raise UserError(
-            f"target.quantize: the checkpoint keeps its weights in MXFP4 and is read as plain "
-            f"numbers; {kind} on top of it is not supported, leave it out"
+            f"target.quantize: the checkpoint keeps its weights in {stored(folder).upper()} and is "
+            f"read as plain numbers; {kind} on top of it is not supported, leave it out"
         )
-    from transformers.utils.quantization_config import Mxfp4Config
+    from transformers.quantizers.auto import AutoQuantizationConfig
 
-    return Mxfp4Config(dequantize=True)
+    found = AutoQuantizationConfig.from_dict(_stored(folder))
+    found.dequantize = True
+    return found
 
 
 def bits(kind: str) -> float | None:

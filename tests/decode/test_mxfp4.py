@@ -74,3 +74,31 @@ def test_they_are_not_quantised_on_top(
         UserError, match="^target.quantize: the checkpoint keeps its weights in MXFP4"
     ):
         load_target(cfg, "bfloat16", "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fp8_is_read_as_plain_numbers(tmp_path: Path, dtype: str) -> None:
+    """With a scale for each block of 32 x 32, and a layer that is left as it is."""
+    model = tiny.tiny_model("qwen3", **SHAPE).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer(300).save_pretrained(tmp_path)
+    weights, want = load_file(tmp_path / "model.safetensors"), {}
+    for name in [n for n in weights if "_proj" in n and "layers.1.mlp" not in n]:
+        blocks = weights.pop(name).float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+        scales = blocks.abs().amax((1, 3)) / 448
+        packed = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        whole = (packed.float() * scales[:, None, :, None]).flatten(2).flatten(0, 1)
+        want[name], weights[f"{name}_scale_inv"] = whole, scales
+        weights[name] = packed.flatten(2).flatten(0, 1)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config: dict[str, Any] = json.loads((tmp_path / "config.json").read_text())
+    kept = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    config["quantization_config"] = {**kept, "modules_to_not_convert": ["model.layers.1.mlp"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = load_target(TargetConfig(kind="local", path=str(tmp_path)), dtype, "cpu")
+    found = dict(target.model.named_parameters())
+    assert {n: p.dtype for n, p in found.items()} == dict.fromkeys(found, getattr(torch, dtype))
+    for name, value in want.items():
+        assert torch.allclose(found[name].float(), value, rtol=0.01), name
+    same = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(found[same].float(), weights[same].float())
