@@ -3,6 +3,7 @@ kill leaves no half file and the same command goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -127,7 +128,11 @@ class FeatureWriter:
         )
 
     def begin(self) -> None:
-        """Write the manifest."""
+        """Write the manifest, and remove what a kill left half; training stages empty files."""
+        for stage in self.folder.glob(".tmp-shard-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if stage.stat().st_size:
+                    stage.unlink()
         disk.write_text(self.folder / MANIFEST, json.dumps(self.plan, indent=1) + "\n")
 
     def computed(self, shards: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
