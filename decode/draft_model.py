@@ -24,6 +24,7 @@ from outrider.decode import devices, grow
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
+from outrider.decode.states import StateCache
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 
@@ -53,16 +54,16 @@ class DraftModel:
         """form: what it drafts; a number: a chain of so many levels. ids: [Vd] ascending tokens
         it may propose, None for all. vocab_size: the target's, None: the draft's own.
 
-        Raises UserError for a draft whose LM head cannot be read apart, or that has states."""
+        Raises UserError for a draft whose LM head cannot be read apart, for a tree of a hybrid."""
         form = Form.chain(form) if isinstance(form, int) else form
         if not draft.head.exact:
             raise UserError(
                 f"drafters: {name}: the draft's logits do not follow from its last hidden state"
             )
-        if draft.probe().states is not None:
+        if form.shape == "tree" and draft.probe().states is not None:
             raise UserError(
                 f"drafters: {name}: {type(draft.body).__name__} has recurrent or convolution "
-                "states, which cannot draft; choose a draft with attention alone"
+                "states, which go along one path; draft a chain (@chain)"
             )
         self.draft, self.name, self.form, self.shape = draft, name, form, form.shape
         self.max_depth, self.max_nodes = form.depth, form.nodes
@@ -85,6 +86,8 @@ class DraftModel:
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
         self.cache.finite = True
+        if isinstance(self.cache, StateCache):
+            self.cache.tries = True
         # Prompts' first tokens, of rows that have observed nothing yet.
         self.first: list[Tensor] = []
         self.blind: list[bool] = []  # rows that have outgrown the draft's context
@@ -136,7 +139,7 @@ class DraftModel:
 
     def _take(self, fresh: Tensor, counts: list[int]) -> None:
         """Read and keep the next tokens of every live row, counts[b] of fresh [B, n_max]."""
-        live = self.cache.rows
+        live, before = self.cache.rows, dict(vars(self.cache))
         size = torch.tensor([max(c - 1, 0) for c in counts])
         hidden = self._read(fresh, size)
         state = hidden[torch.arange(live, device=self.device), size.to(self.device)]
@@ -144,8 +147,9 @@ class DraftModel:
         if min(counts) == 0:  # a row without news keeps its state
             news = devices.send(counts, self.device)[:, None] > 0
             state = torch.where(news, state, self.state)
-            have = zip(self.cache.lengths, counts, strict=True)
-            self.cache.lengths = [length - (count == 0) for length, count in have]
+            for name in {"lengths", "behind"} & before.keys():
+                ends = zip(before[name], getattr(self.cache, name), counts, strict=True)
+                setattr(self.cache, name, [new if count else old for old, new, count in ends])
         self.state = state
 
     @torch.inference_mode()
@@ -167,6 +171,7 @@ class DraftModel:
 
     def open(self, levels: int) -> Tensor:
         self.levels_read: list[int] = []  # the level of every token read in this cycle
+        self.drafted: list[Tensor] = []  # those tokens [B, 1], of a hybrid
         return self.logits(self.state[:, None])
 
     def level(self, nodes: Nodes) -> Tensor:
@@ -177,7 +182,11 @@ class DraftModel:
         return self.draft.head.finish(F.linear(state, self.proj, self.bias))
 
     def _extend(self, tokens: Tensor, seen: Tensor | None, level: int) -> Tensor:
-        """Read drafted tokens [B, W] of one level: their states [B, W, D]."""
+        """Read drafted tokens [B, W] of one level: their states [B, W, D]. A hybrid reads its chain
+        from the start, for its cache puts the states back."""
+        if isinstance(self.cache, StateCache):
+            self.drafted.append(tokens)
+            return self._read(torch.cat(self.drafted, 1), None)[:, -1:]
         start, new = len(self.levels_read), tokens.shape[1]
         self.levels_read += [level] * new
         lengths, cache = self.cache.lengths, self.cache
@@ -188,10 +197,15 @@ class DraftModel:
         cache.open(0, len(lengths), offset, new)
         return self.draft.read(tokens, positions, mask, cache)
 
-    def _read(self, tokens: Tensor, size: Tensor) -> Tensor:
+    def _read(self, tokens: Tensor, size: Tensor | None) -> Tensor:
         """States [B, W, D] of committed tokens [B, W]; row b has size[b] + 1 of them.
         cache.commit keeps them.
         """
+        if isinstance(self.cache, StateCache):
+            chain, taps = DraftTree.chain(tokens[:, 1:]), (self.draft.num_layers,)
+            feats = self.draft.score(self.cache, tokens[:, 0], chain, taps).feats
+            assert feats is not None
+            return feats[:, :, 0]
         lengths, cache, new = self.cache.lengths, self.cache, tokens.shape[1]
         tree = DraftTree.chain(tokens[:, 1:], size)
         mask = self.masks(lengths, tree)

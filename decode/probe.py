@@ -124,11 +124,11 @@ def probe_target(target: Scorer) -> Probe:
         return replace(probe, reaches=reaches, tested=script.longest)
     windows = ", ".join(f"{name}={length}" for name, length in _windows(target).items())
     where = f" once its window ({windows}) is full" if windows else ""
+    said = "; ".join(dict.fromkeys(problems))
     raise UserError(
         f"target: {type(target.model).__name__} cannot score draft "
         f"{'chains' if states else 'trees'} from a K/V cache{where} "
-        f"({'; '.join(problems)}); choose a target with attention over a K/V cache, whose "
-        "positions are given"
+        f"({said}); choose a target with attention over a K/V cache, whose positions are given"
     )
 
 

@@ -39,10 +39,12 @@ class StateCache(TreeCache):
 
     behind: per live row, committed tokens that are not in here yet, the first of ids [R, W].
     lengths: tokens that are. kept: the states of all live rows, `lengths` tokens on. single: a pass
-    of several tokens forgets what was before it, so tokens are read one by one.
+    of several tokens forgets what was before it, so tokens are read one by one. tries: a pass may
+    be followed by another without a commit. It is of one token that kernels write into the states
+    that they are given; passes of several leave those as they were, which the probe makes sure of.
     """
 
-    single = False
+    single = tries = False
 
     def __init__(self, *sizes: Any) -> None:
         """sizes: as of TreeCache."""
@@ -100,13 +102,12 @@ class StateCache(TreeCache):
     # -- passes
 
     def open(self, start: int, stop: int, offset: int, new: int) -> None:
-        """As of TreeCache. New rows begin without a state, the others where they were put back to;
-        kernels for one token write into what they are given, of which nothing is put back."""
+        """As of TreeCache. New rows begin without a state, the others where they were put back."""
         self._welcome()
         super().open(start, stop, offset, new)
-        self.state = {} if start == self.rows else dict(self.kept)
-        if new > 1:
-            self.state = _copy(self.state)
+        copies = self.tries and new == 1
+        kept = _copy(self.kept) if copies else dict(self.kept)
+        self.state = {} if start == self.rows else kept
         self.after = {new: self.state}
 
     def score(self, run: Run, last: Tensor, tree: DraftTree) -> Scored:

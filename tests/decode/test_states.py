@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import Request
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Form
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.ngram import NGram
 from outrider.decode.rng import Rng
@@ -208,13 +209,24 @@ def test_states_that_are_not_put_back_are_found(arch: str, monkeypatch: pytest.M
     assert states is not None and states.single
 
 
-def test_trees_are_refused_for_chains(tmp_path: Path) -> None:
+def test_trees_are_refused_for_chains() -> None:
     target = Target(build("lfm2"))
     for drafter in (NGram(3, 6), TableDrafter(TreeShape.of([(0,), (1,)]), "iid", VOCAB)):
         with pytest.raises(UserError, match=r"drafter: \S+ drafts a tree, .*@chain"):
             texts(target, drafter, [Request([5, 6], 4)])
-    with pytest.raises(UserError, match="Lfm2Model has .*states, which cannot draft"):
-        DraftModel(target, 3)
+    with pytest.raises(UserError, match=r"Lfm2Model has .*states.*; draft a chain"):
+        DraftModel(target, Form.tree(3))
+
+
+@pytest.mark.parametrize("arch", ["qwen3_next", "lfm3", "jamba"])
+def test_a_hybrid_drafts_what_it_would_say(arch: str) -> None:
+    """Of a target with its weights, every token is accepted: also of rows of several lengths."""
+    target, drafter = Target(build(arch)), DraftModel(Target(build(arch)), 3)
+    requests = [Request([*range(5, 5 + n)], 30 - n, id=n) for n in (3, 7, 1, 5)]
+    for size, warm in ((1, 0.0), (3, 0.0), (3, 1.0)):
+        run = generate(target, drafter, requests, Sampling(temperature=warm), batch_size=size)
+        cycles = [cycle for answer in run.generations for cycle in answer.cycles]
+        assert cycles and all(c.accepted == c.proposed or c.cut for c in cycles)
 
 
 @pytest.mark.parametrize("arch", BY_SLOT)
