@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +51,8 @@ def test_source_files() -> None:
         assert not (package == "conf" and "torch" in named), f"{path} imports torch"
         for word in ("weights_only=False", "TODO", "FIXME", "NotImplementedError"):
             assert word not in text, f"{path}: {word}"
+        unpickled = [line for line in text.split("\n") if "torch.load(" in line]
+        assert all("weights_only=True" in line for line in unpickled), f"{path}: {unpickled}"
 
 
 def imports() -> dict[str, set[str]]:
@@ -237,34 +236,3 @@ def test_the_loop_knows_no_head_and_the_engine_no_drafter() -> None:
     loop, engine = code_of("train/loop.py"), code_of("decode/engine.py")
     assert not [w for w in ("medusa", "eagle", "hydra") if w in loop]
     assert not [w for w in ("medusa", "eagle", "ngram") if w in engine]
-
-
-def test_importing_opens_no_connection() -> None:
-    code = (
-        "import socket\n"
-        "def refuse(*a): raise OSError('network at import')\n"
-        "socket.socket.connect = refuse\n"
-        "import outrider.conf.schema, decode.models.load, decode.engine, heads, train.config, "
-        "scripts.evaluate\n"
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_pins_meet_the_ranges() -> None:
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    assert pins["torch"] == "2.13.0" and all("+" not in v for v in pins.values())
-    for name in (
-        "transformers",
-        "accelerate",
-        "datasets",
-        "hydra-core",
-        "safetensors",
-        "gguf",
-        "ruff",
-        "mypy",
-    ):
-        assert name in pins

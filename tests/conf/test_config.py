@@ -21,6 +21,7 @@ from outrider.conf.typed import default, nested_schema
 from outrider.heads.registry import head_class, kinds
 from outrider.scripts.cli import FILES, schema_of
 from outrider.train.runs import HEAD_KEYS, keys_of
+from tests.helpers.commands import code_of
 
 ENTRIES: dict[str, type] = {
     Path(file).stem: schema_of(verb) for verb, (file, _) in FILES.items()
@@ -165,10 +166,8 @@ def test_what_the_user_sees(
         if raised:
             raise raised
 
-    with pytest.raises(SystemExit) as stop:
-        main(["steps=1"])
-    shown = capsys.readouterr().err
-    assert stop.value.code == code and shown.startswith(words) and "Traceback" not in shown
+    found, shown = code_of(main, "steps=1"), capsys.readouterr().err
+    assert found == code and shown.startswith(words) and "Traceback" not in shown
 
 
 def rows_of(shown: str) -> list[str]:
@@ -177,10 +176,9 @@ def rows_of(shown: str) -> list[str]:
 
 
 def test_help_lists_keys_with_their_docs(toy: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as stop:
-        entry("toy", Toy, toy)(lambda cfg: None)(["--help"])
+    code = code_of(entry("toy", Toy, toy)(lambda cfg: None), "--help")
     shown = capsys.readouterr().out
-    assert stop.value.code == 0 and re.search("  part.size=2 +how large", shown)
+    assert code == 0 and re.search("  part.size=2 +how large", shown)
     assert re.search("part= +small", shown) and shown.index("Required") < shown.index("Groups")
     # as one would type them, and as the command would run: the file's value, not the schema's
     for line in ("rate=0.5", "how fast"), ("steps", "how many"), ("limit=null", "may be absent"):
@@ -194,7 +192,7 @@ def test_hydra_flags_still_work_and_leave_nothing_behind(
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    with pytest.raises(SystemExit) as stop:
-        entry("toy", Toy, toy)(lambda cfg: seen.append(cfg.steps))(["-m", "steps=1,2"])
-    assert seen == [1, 2] and stop.value.code == 0 and list(work.iterdir()) == []
+    main = entry("toy", Toy, toy)(lambda cfg: seen.append(cfg.steps))
+    assert code_of(main, "-m", "steps=1,2") == 0
+    assert seen == [1, 2] and list(work.iterdir()) == []
     assert "--multirun" in said(toy, "steps=1,2")

@@ -19,6 +19,7 @@ from outrider.conf.schema import compose
 from outrider.conf.typed import keys, unknown_key
 from tests.conf.test_config import ENTRIES
 from tests.helpers.chats import chats
+from tests.helpers.commands import code_of
 
 TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 
@@ -58,10 +59,9 @@ def test_a_command_ends_with_one_line_and_has_written_nothing(
     chats(tmp_path / "data.jsonl")
     (tmp_path / "prompts.jsonl").write_text('{"id": 1, "category": "x", "turns": ["Hi"]}\n')
     for words, said in mistakes(name):
-        with pytest.raises(SystemExit) as stop:
-            importlib.import_module(f"outrider.{TABLE[name]['runs']}").main(words)
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.startswith("error: ") and "secret" not in err, words
+        main = importlib.import_module(f"outrider.{TABLE[name]['runs']}").main
+        code, err = code_of(main, *words), capsys.readouterr().err
+        assert code == 2 and err.startswith("error: ") and "secret" not in err, words
         check(err.removeprefix("error: ").removesuffix("\n"), said)
         written = {path.name for path in tmp_path.rglob("*") if path.is_file()}
         assert written - {".lock"} == {"data.jsonl", "prompts.jsonl"}, words

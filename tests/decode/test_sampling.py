@@ -155,17 +155,3 @@ def test_addressed_numbers() -> None:
     assert not torch.equal(
         Rng(-1, requests, cycles).uniform(rows, node, DRAFT), u
     )  # any int is a seed
-
-
-def test_numbers_that_are_made_together_are_those_made_one_by_one() -> None:
-    """A table for drafts of five nodes: their numbers, those of candidates that are not
-    faster (behind all nodes), and that of the root (-1)."""
-    requests, cycles, nodes = torch.tensor([4, 9, 2]), torch.tensor([0, 3, 1]), 5
-    rows, node = torch.tensor([2, 0, 1]), torch.arange(-1, 2 * nodes + 1).expand(3, -1)
-    one_by_one, together = (Rng(7, requests, cycles) for _ in range(2))
-    together.reserve(nodes)
-    for purpose in (ACCEPT, DRAFT, RESIDUAL, ACCEPT):
-        wanted = one_by_one.uniform(rows, node, purpose)
-        assert torch.equal(together.uniform(rows, node, purpose), wanted)
-    alone = together.uniform(rows[:1], torch.tensor([-1]), RESIDUAL)
-    assert torch.equal(alone, one_by_one.uniform(rows[:1], torch.tensor([-1]), RESIDUAL))

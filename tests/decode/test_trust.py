@@ -1,10 +1,9 @@
-"""What a stranger's files may do: nothing. No pickle on a path that is read by default, no
-code of a model's repository unless it is asked for, no file outside a folder that names it."""
+"""What a stranger's files may do: nothing. No code of a model's repository runs unless it is asked
+for."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -13,37 +12,6 @@ from outrider.conf.errors import UserError
 from outrider.decode.models import load
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
-from outrider.scripts.common.files import ROOT
-
-READS = re.compile(
-    r"torch\.load\(|pickle|joblib|np\.load\(|allow_pickle|yaml\.load\(|\beval\(|\bexec\(|marshal|shelve"
-)
-ALLOWED = {  # file -> the only lines that may match
-    "heads/interop/reading.py": (
-        "torch.load(weights_only=True)",
-        '(path, map_location="cpu", weights_only=True)',
-    ),
-    "scripts/import_head.py": ("torch.load(weights_only=True)",),
-}
-
-
-def test_nothing_is_unpickled_or_evaluated() -> None:
-    """One place reads pickles, foreign heads, through weights_only=True; prose may name them."""
-    found = 0
-    for package in ("conf", "decode", "heads", "train", "scripts"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = str(path.relative_to(ROOT))
-            for number, line in enumerate(path.read_text().splitlines(), 1):
-                code = line.partition("#")[0].replace(".eval()", "").replace("def eval(", "")
-                if not READS.search(code):
-                    continue
-                found += 1
-                prose = not re.search(r"(torch\.load|np\.load|yaml\.load|eval|exec)\(|import", code)
-                assert prose or any(a in code for a in ALLOWED.get(name, ())), (
-                    f"{name}:{number}: {line.strip()}"
-                )
-    assert found >= 3, "the search finds what is there"
-
 
 EVIL = """
 from pathlib import Path

@@ -30,38 +30,26 @@ from tests.helpers.training import chats
 
 SMALL = ["head.draft_vocab=20", "optim.lr=0.01", "optim.warmup=0"]
 TRAINED_MASK = "head.mask_token=-1"  # as the golden files have it
-RUNS: dict[str, tuple[str, type, list[str]]] = {
-    "medusa": ("medusa", keys_of("medusa"), ["head.heads=2", "head.nodes=6", *SMALL]),
-    "markov": (
-        "medusa",
-        keys_of("medusa"),
-        ["head.heads=2", "head.nodes=6", "head.markov_rank=4", *SMALL],
-    ),
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "medusa": ("medusa", ["head.heads=2", "head.nodes=6", *SMALL]),
+    "markov": ("medusa", ["head.heads=2", "head.nodes=6", "head.markov_rank=4", *SMALL]),
     "hydra_heads": (
         "hydra_heads",
-        keys_of("hydra_heads"),
         ["head.heads=2", "head.nodes=6", "head.prefix_layers=1", *SMALL],
     ),
     "eagle1": (
         "eagle",
-        keys_of("eagle"),
         ["head=eagle1", "head.depth=3", "head.nodes=6", "head.draft_vocab=0", *SMALL[1:]],
     ),
-    "eagle3": ("eagle", keys_of("eagle"), ["head=eagle3", "head.depth=3", "head.nodes=6", *SMALL]),
-    "p_eagle": ("eagle", keys_of("eagle"), ["head=p_eagle", "head.nodes=6", TRAINED_MASK, *SMALL]),
+    "eagle3": ("eagle", ["head=eagle3", "head.depth=3", "head.nodes=6", *SMALL]),
+    "p_eagle": ("eagle", ["head=p_eagle", "head.nodes=6", TRAINED_MASK, *SMALL]),
     "small_lm": (
         "draft",
-        keys_of("draft"),
         ["head.from_target_layers=1", "head.depth=3", "head.nodes=6", "optim.lr=0.01"],
     ),
-    "dflash": (
-        "block",
-        keys_of("block"),
-        ["head.block=4", "head.layers=1", "head.nodes=6", TRAINED_MASK, *SMALL],
-    ),
+    "dflash": ("block", ["head.block=4", "head.layers=1", "head.nodes=6", TRAINED_MASK, *SMALL]),
     "dspark": (
         "block",
-        keys_of("block"),
         ["head=dspark", "head.block=3", "head.markov_rank=4", "head.nodes=6", TRAINED_MASK, *SMALL],
     ),
 }
@@ -69,7 +57,7 @@ RUNS: dict[str, tuple[str, type, list[str]]] = {
 
 def config(kind: str, out: Path, *more: str) -> Any:
     """The configuration of a golden run; `tests/test_golden.py` resumes with the same one."""
-    name, schema, own = RUNS[kind]
+    name, own = RUNS[kind]
     target, data = (
         os.path.relpath(place) for place in (cases.TARGET, cases.DATA)
     )  # no folder of whoever made them
@@ -91,7 +79,7 @@ def config(kind: str, out: Path, *more: str) -> Any:
         "eval.parity=0",
         "save_every=0",
     ]
-    return compose(name, schema, [*keys, *own, *more])
+    return compose(name, keys_of(name), [*keys, *own, *more])
 
 
 def losses(kind: str, out: Path) -> list[float]:

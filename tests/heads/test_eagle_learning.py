@@ -15,13 +15,12 @@ from outrider.decode.stats import accepted_length
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.eagle.head import Eagle3Head, feature_noise
+from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.layers.shape import LayerKeys, layer_config
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from tests.heads.test_eagle import GREEDY, batch_of, head_of, target_of
-from tests.helpers.archs import VOCAB
 
 
 def one_sample(target: Target, length: int = 40) -> Batch:
@@ -65,27 +64,6 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
     assert found.mean > 4.5, (found.mean, {k: (v[0] / v[1]).item() for k, v in out.stats.items()})
     head.calibrate([batch], target)
     assert min(a[0] for a in head.calibration["acceptance"]) > 0.85  # the last rows end early
-
-
-def test_loss_mask_is_the_predicted_tokens_own() -> None:
-    """At a turn boundary: the first supervised token is learned from the last rows of the
-    prompt, the token behind the answer from nowhere."""
-    target = target_of(dtype=torch.float64)
-    head = head_of(target, steps=2, loss=LossWeights(hard=1.0, soft=0.0), draft_vocab=0).double()
-    batch = batch_of([12])
-    batch.loss_mask[:] = False
-    batch.loss_mask[0, 5:7] = True
-    want = head(batch, target)
-    assert float(want.count) == 2 and want.stats["top1_1"][1] == 2
-    ids = batch.ids.clone()
-    ids[0, 7:] = 3  # nothing behind the answer is read
-    torch.testing.assert_close(
-        head(Batch(ids, batch.mask, batch.loss_mask, batch.sample_ids), target).sum, want.sum
-    )
-    ids[0, 6] = (ids[0, 6] + 1) % VOCAB
-    assert not torch.isclose(
-        head(Batch(ids, batch.mask, batch.loss_mask, batch.sample_ids), target).sum, want.sum
-    )
 
 
 def test_fresh_final_norm_and_scale_are_the_targets() -> None:
@@ -137,25 +115,3 @@ def test_the_layer_takes_after_the_target() -> None:
     nested = target_of("llama")  # Gemma 3n says a size for every layer
     vars(nested.model.config)["intermediate_size"] = [48, 64]
     assert layer_config(nested, 1, LayerKeys())["intermediate_size"] == 64
-
-
-def test_noise_depends_on_sample_and_update_alone() -> None:
-    """The same sample in another batch gets the same noise; the next update gives another;
-    evaluation gives none.
-    """
-    target = target_of()
-    head = head_of(target, kind="eagle1", noise=0.2)
-    batch = batch_of([9, 7])
-    g = torch.zeros(2, 9, 32)
-    first = feature_noise(batch, g, head.step, 0.2)
-    alone = Batch(
-        batch.ids[1:, :7], batch.mask[1:, :7], batch.loss_mask[1:, :7], batch.sample_ids[1:]
-    )
-    assert torch.equal(
-        feature_noise(alone, g[1:, :7], head.step, 0.2)[0], first[1, :7]
-    ) and not bool(first[1, 7:].any())
-    assert 0 < float(first[0].abs().max()) <= 0.1 * 512 / 9
-    head.begin_step(1)
-    assert not torch.equal(feature_noise(batch, g, head.step, 0.2), first)
-    head.eval()
-    assert torch.equal(head(batch, target).sum, head(batch, target).sum)

@@ -50,7 +50,7 @@ SAMPLE: dict[str, list[tuple[str, Any]]] = {
         ("head.calibration.paths.0.0", -1),
         ("head.config.loss", "${oc.env:HOME}"),
     ],
-    "hydra_heads": [
+    "hydra-prefix": [
         ("head.embed_scale", float("inf")),
         ("head.prefix.num_hidden_layers", 10**9),
         ("head.config.prefix_layers", 0),

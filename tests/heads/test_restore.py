@@ -13,34 +13,29 @@ import pytest
 from outrider.conf.schema import compose
 from outrider.heads.registry import head_class, kinds
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
+from outrider.train.runs import entry_of
 from tests.helpers.training import chats, overrides
 
-RUNS: dict[str, tuple[str, type, list[str]]] = {
-    "medusa": ("medusa", keys_of("medusa"), []),
-    "hydra_heads": ("hydra_heads", keys_of("hydra_heads"), []),
-    "eagle1": ("eagle", keys_of("eagle"), ["head=eagle1", "head.draft_vocab=0"]),
-    "eagle3": ("eagle", keys_of("eagle"), ["head=eagle3", "head.draft_vocab=0"]),
-    "dflash": ("block", keys_of("block"), ["head=dflash", "head.draft_vocab=0"]),
-    "dspark": ("block", keys_of("block"), ["head=dspark", "head.draft_vocab=0"]),
-    "small_lm": ("draft", keys_of("draft"), ["target.layers=2", "head.from_target_layers=1"]),
-}
+CUT = ["target.layers=2", "head.from_target_layers=1"]
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "medusa with a Markov bias": ("medusa", ["head.markov_rank=3"]),
     "hydra_heads with a prefix layer": ("hydra_heads", ["head.prefix_layers=1"]),
-    "small_lm as a LoRA": ("small_lm", ["head.lora.rank=2", "head.lora.dropout=0.3"]),
-    "small_lm": ("small_lm", ["head.embedding=own"]),
-    **{kind: (kind, []) for kind in ("eagle1", "eagle3", "dflash", "dspark")},
+    "small_lm as a LoRA": ("small_lm", [*CUT, "head.lora.rank=2", "head.lora.dropout=0.3"]),
+    "small_lm": ("small_lm", [*CUT, "head.embedding=own"]),
+    **{
+        kind: (kind, [f"head={kind}", "head.draft_vocab=0"])
+        for kind in ("eagle1", "eagle3", "dflash", "dspark")
+    },
 }
 
 
 def test_every_kind_of_head_is_among_the_cases() -> None:
-    assert {kind for kind, _ in VARIANTS.values()} == set(RUNS) == set(kinds())
+    assert {kind for kind, _ in VARIANTS.values()} == set(kinds())
 
 
 def run(variant: str, data: Path, out: Path) -> Path:
     kind, own = VARIANTS[variant]
-    name, schema, more = RUNS[kind]
+    name, schema = entry_of(kind)
     shared = overrides(
         data,
         out,
@@ -51,7 +46,7 @@ def run(variant: str, data: Path, out: Path) -> Path:
         "eval.max_new_tokens=4",
     )
     keys = [k for k in shared if name in ("medusa", "hydra_heads") or not k.startswith("head.")]
-    fit(compose(name, schema, [*keys, *more, *own]), head_class(kind))
+    fit(compose(name, schema, [*keys, *own]), head_class(kind))
     return out
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -93,12 +91,3 @@ def test_windows_that_change_nothing_are_none() -> None:
     memory = Memory(layout, 3)
     assert [memory.at(s).layout.window for s in (0, 1, 2)] == [3, 2, 1]
     assert Memory(layout).at(7).layout.window == 0
-
-
-def test_a_layout_says_where_documents_and_rows_lie() -> None:
-    layout = LAYOUTS["sparse"]
-    assert layout.cuts.tolist() == [0, 9, 18, 27] and layout.cuts.dtype == torch.int32
-    assert layout.bounds == [0, 6, 12, 12] and layout.reaches == [9, 8, 0]
-    whole = layout.whole()
-    assert whole.rows is None and whole.bounds == [0, 9, 18, 27] and whole.reaches == [9, 9, 9]
-    assert replace(whole, window=4) == layout.seen(4).whole()

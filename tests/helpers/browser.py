@@ -5,16 +5,13 @@ with no browser of its own). Where one of them is missing, the tests skip.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-SHOTS = os.environ.get("OUTRIDER_SCREENSHOTS", "")  # a folder for whoever wants to look
 
 
 @contextlib.contextmanager
@@ -29,9 +26,3 @@ def chromium() -> Iterator[Any]:
         one = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield one
         one.close()
-
-
-def shot(page: Any, name: str) -> None:
-    """A picture of the whole page, where pictures are wanted."""
-    if SHOTS:
-        page.screenshot(path=str(Path(SHOTS) / f"{name}.png"), full_page=True)

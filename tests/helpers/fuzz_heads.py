@@ -14,36 +14,15 @@ import torch
 
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
-from outrider.heads.block.config import BlockConfig
 from outrider.heads.checkpoint import CARD, load_head, save_head, signed, text_of
-from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.medusa.head import MedusaConfig
-from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
-from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
+from outrider.heads.small_lm.config import SmallLMConfig
+from tests.contract.cases import CASES
 from tests.helpers.training import tiny_target
 
 CONFIGS: dict[str, Any] = {
-    "medusa": MedusaConfig(heads=2, draft_vocab=64, nodes=4, markov_rank=2),
-    "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=64, nodes=4, prefix_layers=1),
-    "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, steps=1, depth=2, nodes=4, width=2),
-    "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, taps=[1, 2], depth=2, nodes=4, width=2),
-    "dflash": BlockConfig(block=3, draft_vocab=64, depth=2, nodes=4, width=2),
-    "dspark": BlockConfig(
-        kind="dspark",
-        block=2,
-        share_lm_head=True,
-        draft_vocab=64,
-        markov_rank=2,
-        confidence=1.0,
-        nodes=4,
-        width=2,
-    ),
-    "small_lm": SmallLMConfig(from_target_layers=1, draft_vocab=64, depth=2, nodes=4, width=2),
-    "small_lm lora": SmallLMConfig(
-        from_target_layers=1, lora=LoraKeys(rank=2, targets=["q_proj"]), depth=2, nodes=4, width=2
-    ),
+    **{name: case.config for name, case in CASES.items()},
     "small_lm path": SmallLMConfig(
         path="small", embedding="own", draft_vocab=64, depth=2, nodes=4, width=2
     ),

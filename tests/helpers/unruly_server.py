@@ -2,8 +2,7 @@
 
     python tests/helpers/unruly_server.py SCHEDULE.json
 
-Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "others": [more
-names], "key": wanted key, "faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of
+Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "key": wanted key, "faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of
 the list of models, "gather": N, "thinks": how}. The n-th request
 whose last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
 messages, max_tokens and seed alone. The first N requests are answered when all of them are there.
@@ -100,10 +99,8 @@ class Handler(BaseHTTPRequestHandler):
             return None
         if fault := self.server.schedule.get("models"):
             return self.fail(fault)
-        names = [self.server.schedule["model"], *self.server.schedule.get("others", [])]
-        self.reply(
-            200, json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode()
-        )
+        listed = {"object": "list", "data": [{"id": self.server.schedule["model"]}]}
+        self.reply(200, json.dumps(listed).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

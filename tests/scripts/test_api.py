@@ -65,15 +65,6 @@ def test_an_answer_is_the_engine_s_own() -> None:
             assert (answer.accepted_length > 1) == any(own.from_draft)
 
 
-def test_a_text_is_its_tokens_wherever_it_ends() -> None:
-    """Also inside a character."""
-    target = api.load_target("tiny", "float32", "cpu")
-    for seed in range(40):
-        answer = api.generate(target, "abc", "ngram", 1 + seed % 9, seed, temperature=1.0)
-        whole = target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        assert answer.text == whole == "".join(piece.text for piece in answer)
-
-
 def test_a_model_is_named_as_transformers_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from outrider.decode.models import load
 from outrider.heads.checkpoint import save_head
 from outrider.scripts.export import main
 from outrider.scripts.exporting import write
+from tests.helpers.commands import code_of
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 
@@ -46,9 +47,7 @@ def saved(path: Path, target, kind: str, **keys) -> Path:
 
 def run(prompts: Path, *args: str) -> int:
     keys = [*(f"target.{k}={v}" for k, v in DEEP.items()), f"prompts={prompts}", "device=cpu"]
-    with pytest.raises(SystemExit) as stop:
-        main(["target=tiny", *keys, "max_new_tokens=4", *args])
-    return int(stop.value.code or 0)
+    return code_of(main, "target=tiny", *keys, "max_new_tokens=4", *args)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +224,6 @@ def test_a_head_of_another_target_is_refused_before_that_is_fetched(
 
     monkeypatch.setattr(load, "ensure", fetched)
     keys = (f"drafter={saved(tmp_path, target, 'eagle3')}", "format=vllm", f"out={tmp_path / 'o'}")
-    with pytest.raises(SystemExit) as stop:
-        main(["target=smollm2", *keys])
-    assert stop.value.code == 2 and "another target" in capsys.readouterr().err
+    assert (
+        code_of(main, "target=smollm2", *keys) == 2 and "another target" in capsys.readouterr().err
+    )

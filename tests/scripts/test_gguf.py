@@ -17,9 +17,8 @@ from outrider.heads.checkpoint import save_head
 from outrider.heads.interop import gguf_write
 from outrider.heads.interop.reading import read_gguf
 from outrider.scripts.export import main
+from tests.helpers.commands import code_of
 from tests.helpers.interop import DEEP, deep_target, random_head, target_gguf
-
-FEW = ("max_new_tokens=4",)
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +45,8 @@ def saved(path: Path, target, kind: str = "eagle3", **keys) -> Path:
 
 def run(prompts: Path, words: str, *args: str, **shape) -> int:
     keys = [f"target.{k}={v}" for k, v in {**DEEP, **shape}.items()]
-    with pytest.raises(SystemExit) as stop:
-        main(
-            [
-                "target=tiny",
-                *keys,
-                f"prompts={prompts}",
-                "device=cpu",
-                "format=gguf",
-                words,
-                *FEW,
-                *args,
-            ]
-        )
-    return int(stop.value.code or 0)
+    keys += [f"prompts={prompts}", "device=cpu", "format=gguf", "max_new_tokens=4", words]
+    return code_of(main, "target=tiny", *keys, *args)
 
 
 KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}

@@ -19,6 +19,7 @@ from outrider.heads.names import DraftSpec
 from outrider.scripts.exporting import probe as acceptance_probe
 from outrider.scripts.exporting.probe import Convention
 from outrider.scripts.import_head import main
+from tests.helpers.commands import code_of
 from tests.helpers.interop import DEEP, change, deep_target, folder, random_head
 
 
@@ -32,9 +33,8 @@ def read(path: Path, target):
 
 
 def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), "device=cpu", *args])
-    return int(stop.value.code or 0)
+    shape = (f"target.{k}={v}" for k, v in DEEP.items())
+    return code_of(main, "target=tiny", *shape, "device=cpu", *args)
 
 
 # -- published layouts, built from their documented names and shapes

@@ -5,27 +5,21 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.heads.checkpoint import save_head
+from outrider.heads.registry import head_class
 from outrider.scripts import chat, evaluate, tune
 from outrider.scripts.common import files
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
-from tests.helpers.training import TINY
+from tests.helpers.training import TINY, tiny_target
 
 TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items())]
 HALF = "half of a surrogate pair"
-Command = Callable[[list[str]], Any]
-
-
-def code(command: Command, *args: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        command([*TARGET, *args])
-    return int(stop.value.code or 0)
 
 
 def one_line(capsys: Any) -> str:
@@ -34,7 +28,7 @@ def one_line(capsys: Any) -> str:
     return str(said)
 
 
-# -- half an emoji
+# -- what is asked, and of what
 
 
 def rows(path: Path, *texts: str) -> Path:
@@ -50,7 +44,7 @@ def test_half_an_emoji_leaves_the_other_prompts(
     path = rows(tmp_path / "p.jsonl", "cut \ud83d", "one two one two", "long " * 300, "three")
     out = tmp_path / "out"
     few = ("device=cpu", "dtype=float32", "drafters=[none]", "max_new_tokens=4", "quiet=true")
-    assert code(evaluate.main, f"prompts={path}", f"out={out}", *few) == 3
+    assert code_of(evaluate.main, *TARGET, f"prompts={path}", f"out={out}", *few) == 3
     report = json.loads((out / "report.json").read_text())
     reasons = {row["name"]: row["reason"] for row in report["skipped"]}
     assert reasons.keys() == {"p.jsonl:1", "3"} and HALF in reasons["p.jsonl:1"]
@@ -60,16 +54,36 @@ def test_half_an_emoji_leaves_the_other_prompts(
     )
     assert report["settings"]["num_prompts"] == 2
     rows(path, "long " * 300)
-    assert code(evaluate.main, f"prompts={path}", f"out={out}-2", *few) == 2
+    assert code_of(evaluate.main, *TARGET, f"prompts={path}", f"out={out}-2", *few) == 2
     assert "prompts: 1 has" in one_line(capsys)
+
+
+def test_every_drafter_that_does_not_load_is_named_in_a_line(tmp_path: Path, capsys: Any) -> None:
+    target, odd = tiny_target(), tiny_target(vocab=261)
+    odd.tokenizer.add_tokens(["<real>"])
+    for name, made in (("odd", odd), ("bare", target)):
+        made.model.save_pretrained(tmp_path / name)
+        made.tokenizer.save_pretrained(tmp_path / name)
+    kind = head_class("medusa")
+    head = kind.for_target(target, kind.Config(draft_vocab=0))
+    save_head(head, tmp_path / "empty", target.identity)
+    for file in ("bare/model.safetensors", "empty/head.safetensors"):
+        (tmp_path / file).unlink()
+    named = ",".join(f"{tmp_path}/{name}@chain" for name in ("odd", "bare", "empty"))
+    path = rows(tmp_path / "p.jsonl", "ab ab")
+    keys = ("device=cpu", "dtype=float32", f"prompts={path}", f"out={tmp_path}/out")
+    assert code_of(evaluate.main, *TARGET, *keys, f"drafters=[{named}]") == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("<real>", "/bare", "head.safetensors"))
+    assert "Traceback" not in said and not (tmp_path / "out/report.json").exists()
 
 
 def test_half_an_emoji_in_a_conversation(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("cut \ud83d\n"))
-    assert code(chat.main, "temperature=0", "max_new_tokens=2") == 2
+    assert code_of(chat.main, *TARGET, "temperature=0", "max_new_tokens=2") == 2
     assert f"message: the user's text holds {HALF}" in one_line(capsys)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
-    assert code(chat.main, "temperature=0", "max_new_tokens=2") == 2
+    assert code_of(chat.main, *TARGET, "temperature=0", "max_new_tokens=2") == 2
     assert "message: standard input is no utf-8 text" in one_line(capsys)
 
 

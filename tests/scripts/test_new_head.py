@@ -18,6 +18,7 @@ from outrider.conf.schema import compose
 from outrider.heads.checkpoint import load_head
 from outrider.scripts import cli
 from outrider.train.runs import HeadRun, entry_of, keys_of
+from tests.helpers.commands import code_of
 from tests.helpers.packages import CODE, KEYS, blocks, installed, point, write
 from tests.helpers.training import TINY, chats, tiny_target
 
@@ -27,9 +28,7 @@ MARK = "raise RuntimeError('imported')\n"
 
 def command(module: str, words: list[str]) -> int:
     """The exit code of a command, run here."""
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module(module).main(words)
-    return int(end.value.code or 0)
+    return code_of(importlib.import_module(module).main, *words)
 
 
 def keys(folder: Path, *more: str) -> list[str]:
@@ -91,7 +90,7 @@ def test_every_command_finds_it_and_says_its_keys(
     assert "outrider_turn" not in sys.modules, "whoever lists it does not import it"
     assert command("outrider.train.head", ["--help"]) == 0
     assert "turn" in capsys.readouterr().out and "outrider_turn" not in sys.modules
-    assert command("outrider.train.head", ["head=turn", "--help"]) == 0
+    assert command("outrider.train.head", ["head=turn", "--help", "all"]) == 0
     said = capsys.readouterr().out
     assert re.search("head.lean=0.0 +share of the feature that a fresh head leaves out", said)
     assert "\n  head.draft_vocab=60" in said and "\n  epochs=" in said

@@ -27,6 +27,7 @@ from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.served import ServedSystem, risen
 from outrider.scripts.scoring.server_forms import LLAMACPP, OTHER, VLLM, ServerRequest
 from outrider.scripts.scoring.servers import Address, Endpoint
+from tests.helpers.commands import code_of
 from tests.helpers.servers import endless, llamacpp, odd, vllm
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
@@ -165,10 +166,9 @@ def test_a_check_says_what_is_wrong_with_the_counters(target: Target, tmp_path, 
     (tmp_path / contract.NAME).write_text(json.dumps(asdict(wanted)))
     pages = itertools.chain([counted(9, 40, 20)], itertools.repeat(counted(5, 20, 10)))
     with odd(answer, metrics=lambda: next(pages)) as server:
-        with pytest.raises(SystemExit) as stop:
-            check.main([f"url={server.url}", f"expected={tmp_path}"])
+        code = code_of(check.main, f"url={server.url}", f"expected={tmp_path}")
     said = capsys.readouterr().out
-    assert stop.value.code == 1 and "counters fell" in said and "2 of 2 as expected" in said
+    assert code == 1 and "counters fell" in said and "2 of 2 as expected" in said
 
 
 def test_every_question_is_read_anew_and_seeds_fit(target: Target) -> None:

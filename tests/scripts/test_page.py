@@ -10,7 +10,7 @@ import re
 import time
 
 from outrider.decode.models.load import TargetConfig, load_target
-from tests.helpers.browser import chromium, shot
+from tests.helpers.browser import chromium
 from tests.helpers.own_server import serving
 
 
@@ -58,4 +58,3 @@ def test_one_answer_races_itself() -> None:
         assert server.quiet(), "both rows are free"
         ask("y" * 600)
         assert "shorten" in page.text_content("#error")
-        shot(page, "page")

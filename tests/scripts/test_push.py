@@ -23,6 +23,7 @@ from outrider.scripts.common.files import ROOT
 from outrider.scripts.export import main as export
 from outrider.scripts.exporting.publication import scrubbed
 from outrider.scripts.import_head import main as import_head
+from tests.helpers.commands import code_of
 from tests.helpers.hub import FakeHub, fake_hub, refusal
 from tests.helpers.interop import DEEP, deep_target, random_head
 
@@ -66,9 +67,7 @@ def place(exported: Path, tmp_path: Path) -> Path:
 
 
 def ended(verb: Any, words: list[str], code: int = 0) -> None:
-    with pytest.raises(SystemExit) as stop:
-        verb(words)
-    assert int(stop.value.code or 0) == code
+    assert code_of(verb, *words) == code
 
 
 def run(folder: Path | str, repository: str, *words: str, code: int = 0) -> None:

@@ -22,6 +22,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import serve
 from outrider.scripts.common.prompts import chat_ids
+from tests.helpers.commands import code_of
 from tests.helpers.own_server import MODEL, Running, serving
 
 DRAFTERS = ["ngram", "none"]
@@ -286,6 +287,5 @@ def test_no_beginning_of_a_stop_is_shown(target: Target) -> None:
 
 def test_a_taken_port_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        with pytest.raises(SystemExit) as end:
-            serve.main(["target=tiny", f"port={other.getsockname()[1]}"])
-    assert end.value.code == 2 and "cannot be listened on" in capsys.readouterr().err
+        code = code_of(serve.main, "target=tiny", f"port={other.getsockname()[1]}")
+    assert code == 2 and "cannot be listened on" in capsys.readouterr().err

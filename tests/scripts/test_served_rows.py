@@ -16,6 +16,7 @@ from outrider.decode.target import Target
 from outrider.scripts import evaluate
 from outrider.scripts.scoring.served import ServedSystem, accepted, cycles_of
 from outrider.scripts.scoring.server_forms import Reply
+from tests.helpers.commands import code_of
 from tests.helpers.speculating_server import serving
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
@@ -33,9 +34,8 @@ def test_a_server_stands_in_the_table(target: Target, tmp_path: Path) -> None:
     with serving(target, target) as right, serving(target, None) as plain:
         keys = ["target=tiny", *KEYS, f"prompts={prompts}", f"out={tmp_path / 'out'}", "parity=0"]
         keys += [f"drafters=[none,spec@{right},plain@{plain}/v1]", "max_new_tokens=16"]
-        with pytest.raises(SystemExit) as stop:
-            evaluate.main([*keys, "dtype=float32", "batch_size=2", "quiet=true"])
-    assert not stop.value.code
+        keys += ["dtype=float32", "batch_size=2", "quiet=true"]
+        assert code_of(evaluate.main, *keys) == 0
     report = json.loads((tmp_path / "out/report.json").read_text())
     rows = {row["label"]: row for row in report["drafters"]}
     assert list(rows) == ["none", "spec", "plain"]

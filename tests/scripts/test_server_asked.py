@@ -19,6 +19,7 @@ from outrider.scripts.certificate import server_asked
 from outrider.scripts.certify import main
 from outrider.scripts.scoring.servers import Address
 from tests.helpers import table_server
+from tests.helpers.commands import code_of
 from tests.helpers.speculating_server import RULES, serving
 from tests.helpers.table_server import LIMIT, Twist
 
@@ -38,10 +39,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def certify(url: str, out: Path, prompts: Path, *args: str) -> tuple[int, dict[str, Any]]:
     keys = [f"url={url}", f"out={out}", f"prompts={prompts}", "quiet=true", *args]
-    with pytest.raises(SystemExit) as stop:
-        main(keys)
-    found = out / "certificate.json"
-    return int(stop.value.code or 0), json.loads(found.read_text()) if found.exists() else {}
+    code, found = code_of(main, *keys), out / "certificate.json"
+    return code, json.loads(found.read_text()) if found.exists() else {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,15 +41,6 @@ def test_the_answer_alone_is_supervised(turns: str) -> None:
     assert supervised(line(answer, stop_reason=None), turns) == ["answer<|im_end|>"]
 
 
-def test_an_answer_that_was_cut_has_no_end() -> None:
-    for request, choice in (
-        ({}, {"finish_reason": "length"}),
-        ({"stop": ["."]}, {}),
-        ({"stop": ["."]}, {"stop_reason": "."}),
-    ):
-        assert supervised(line({"content": "answer"}, request, **choice)) == ["answer"]
-
-
 def test_calls_and_tools_are_kept() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     tools = [{"type": "function", "function": {"name": "f"}}]

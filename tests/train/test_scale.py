@@ -21,6 +21,7 @@ from outrider.train import loop, setup
 from outrider.train.accelerator import check_ranks
 from outrider.train.loop import fit
 from outrider.train.runs import keys_of
+from tests.helpers.commands import code_of
 from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY
 
@@ -111,9 +112,7 @@ def apart(one: Any, other: Any) -> float:
 def stored(data: Path, out: Path, *more: str) -> Path:
     """The features of a run of `configured`, on disk."""
     args = [f"data.path={data}", f"out={out}", *COMMON, *more]
-    with pytest.raises(SystemExit) as caught:
-        cache_features.main(args)
-    assert not caught.value.code
+    assert code_of(cache_features.main, *args) == 0
     return out
 
 

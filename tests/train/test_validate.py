@@ -13,6 +13,7 @@ import torch
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.train import validate
 from outrider.train.validate import main
+from tests.helpers.commands import code_of
 from tests.helpers.training import TINY, chats, random_batch, tiny_target
 
 SMALL = [
@@ -41,10 +42,8 @@ def factory(kind, cfg):
 
 
 def command(capsys, data: Path, *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(["target=tiny", *SMALL, f"data.path={data}", *args])
-    out = capsys.readouterr()
-    return caught.value.code, out.out, out.err
+    code = code_of(main, "target=tiny", *SMALL, f"data.path={data}", *args)
+    return code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
