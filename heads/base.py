@@ -115,7 +115,7 @@ class Head(Stored):
         if most is not None and (requested.depth or 0) > most:
             asked = f"decode settings: {requested.depth} levels"
             raise UserError(f"{asked}, but the head guesses {most}; give fewer")
-        shape = requested.shape or cfg.shape
+        shape = requested.shape or ("chain" if target.probe().states else cfg.shape)  # of hybrids
         depth = requested.depth or self.usual
         if shape == "chain":
             return Form.chain(depth)

@@ -104,8 +104,7 @@ def drafters(arch: str, target: Target, prompts: list[list[int]], answers: Any) 
     several layers."""
     heads = EagleConfig(draft_vocab=0, depth=3), MedusaConfig(heads=3, draft_vocab=0)
     counts = torch.arange(VOCAB) + 1
-    made = [head_class(cfg.kind).for_target(target, cfg, counts) for cfg in heads]
-    made = [head.drafter(target, DraftSpec(shape="chain")) for head in made]
+    made = [head_class(cfg.kind).for_target(target, cfg, counts).drafter(target) for cfg in heads]
     return [Told(prompts, answers), NGram(3), DraftModel(Target(build("llama")), 3), *made]
 
 
@@ -210,8 +209,12 @@ def test_states_that_are_not_put_back_are_found(arch: str, monkeypatch: pytest.M
 
 
 def test_trees_are_refused_for_chains() -> None:
+    """Where one was asked for: a head whose own draft is a tree drafts a chain."""
     target = Target(build("lfm2"))
-    for drafter in (NGram(3, 6), TableDrafter(TreeShape.of([(0,), (1,)]), "iid", VOCAB)):
+    head = head_class("medusa").for_target(target, MedusaConfig(draft_vocab=0), torch.ones(VOCAB))
+    tree = head.drafter(target, DraftSpec(shape="tree"))
+    assert head.drafter(target).shape == "chain"
+    for drafter in (NGram(3, 6), tree):
         with pytest.raises(UserError, match=r"drafter: \S+ drafts a tree, .*@chain"):
             texts(target, drafter, [Request([5, 6], 4)])
     with pytest.raises(UserError, match=r"Lfm2Model has .*states.*; draft a chain"):
@@ -227,6 +230,17 @@ def test_a_hybrid_drafts_what_it_would_say(arch: str) -> None:
         run = generate(target, drafter, requests, Sampling(temperature=warm), batch_size=size)
         cycles = [cycle for answer in run.generations for cycle in answer.cycles]
         assert cycles and all(c.accepted == c.proposed or c.cut for c in cycles)
+
+
+def test_kernels_that_are_not_installed_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*args: Any, **keys: Any) -> Tensor:
+        raise ImportError("mamba_ssm is required\nby this layer")
+
+    model = build("bamba")
+    monkeypatch.setattr(type(model.model.layers[0].mamba), "forward", absent)
+    with pytest.raises(UserError, match=r"target: Bamba\S+ cannot run .*mamba_ssm") as caught:
+        Target(model).new_cache(1, 8, 3)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("arch", BY_SLOT)
