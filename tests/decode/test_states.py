@@ -208,6 +208,13 @@ def test_states_that_are_not_put_back_are_found(arch: str, monkeypatch: pytest.M
     assert states is not None and states.single
 
 
+@pytest.mark.parametrize("arch", ["jamba", "zamba", "bamba"])
+def test_a_scan_that_forgets_is_read_token_by_token(arch: str) -> None:
+    """However little it weighs: Zamba's states move the logits by less than rounding may."""
+    states = Target(build(arch)).probe().states
+    assert states is not None and states.single == (arch != "bamba")
+
+
 def test_trees_are_refused_for_chains() -> None:
     """Where one was asked for: a head whose own draft is a tree drafts a chain."""
     target = Target(build("lfm2"))
@@ -219,6 +226,11 @@ def test_trees_are_refused_for_chains() -> None:
             texts(target, drafter, [Request([5, 6], 4)])
     with pytest.raises(UserError, match=r"Lfm2Model has .*states.*; draft a chain"):
         DraftModel(target, Form.tree(3))
+    cache = target.new_cache(1, 8, 3)
+    target.prefill(cache, [torch.tensor([5, 6])])
+    target.score(cache, torch.tensor([7]), DraftTree.chain(torch.tensor([[8, 9]])))
+    with pytest.raises(ValueError, match="no chain"):
+        cache.commit(torch.tensor([[1]]), torch.tensor([1]))
 
 
 @pytest.mark.parametrize("arch", ["qwen3_next", "lfm3", "jamba"])
