@@ -134,10 +134,16 @@ def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
 def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
     """(the target of a run, a line about its shards)."""
     copied = bool(getattr(cfg.head, "from_target_layers", 0))
-    if not cfg.shard_target:
-        stored = cfg.data.features and not (cfg.eval.every or cfg.eval.parity or copied)
-        return load_target(cfg.target, cfg.dtype, device, layers=0 if stored else None), ""
-    return loaded(cfg.target, cfg.dtype, device, cfg.shard_group, copied)
+    decodes = bool(cfg.eval.every or cfg.eval.parity)
+    if cfg.shard_target:
+        target, how = loaded(cfg.target, cfg.dtype, device, cfg.shard_group, copied)
+    else:
+        stored = cfg.data.features and not (decodes or copied)
+        target = load_target(cfg.target, cfg.dtype, device, layers=0 if stored else None)
+        how = ""
+    if decodes and (target.sharded or not cfg.shard_target):
+        target.probe()  # what cannot be decoded is refused now, not after the last step
+    return target, how
 
 
 def _features(cfg: TrainConfig, target: Target, head: Head, rows: JoinedRows) -> FeatureStore:

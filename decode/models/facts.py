@@ -31,17 +31,14 @@ def language_model(model: Any) -> Any:
 
 
 def body(model: Any) -> Any:
-    """Return the language model without its LM head: what its prefix names, else the child that
+    """Return the model without its LM head: what its prefix names, else the child that
     holds the embeddings."""
-    inner = language_model(model)
-    if inner.base_model is not inner:
-        return inner.base_model
-    embedding = inner.get_input_embeddings()
-    for child in inner.children():
+    if model.base_model is not model:
+        return model.base_model
+    embedding = model.get_input_embeddings()
+    for child in model.children():
         if child is not embedding and any(part is embedding for part in child.modules()):
             return child
-    if inner is not model:
-        return inner
     raise UserError(
         f"target: {type(model).__name__} has no body apart from its LM head; choose another model"
     )

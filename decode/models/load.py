@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 TWICE = ["consolidated*", "original/*", "metal/*"]
 PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 ADAPTER = "adapter_config.json"
-# What transformers raises of a folder that it cannot load
-FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -187,7 +185,7 @@ def _check_kind(cfg: TargetConfig) -> None:
     from transformers import AutoConfig
 
     folder, why = source_folder(cfg, weights=False), ""
-    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
+    with contextlib.suppress(Exception):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         why = refusal(config.get_text_config(decoder=True))
     if why:  # what else is wrong, loading itself will say
@@ -270,7 +268,7 @@ def _fits(
             twice = int(config.vocab_size) * int(config.hidden_size) * kind.itemsize
             need = replace(need, weights=need.weights + twice)
         need = replace(need, weights=need.weights // ranks)
-    except FAILURES:
+    except Exception:  # of many kinds, all of them about the files in the folder
         return  # loading itself will say what is wrong
     memory.check(need, str(place), cfg.name or folder.name, plan)
 
@@ -282,7 +280,6 @@ def _pretrained(
     place: torch.device,
     layers: int | None = None,
 ) -> Any:
-    from safetensors import SafetensorError
     from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
 
@@ -313,17 +310,10 @@ def _pretrained(
             ignore_mismatched_sizes=True,  # refused below, by name
             **extra,
         )
-    except SafetensorError as e:
-        raise UserError(
-            f"target: a weights file in {folder} is cut or is none ({first_line(e)}); fetch it "
-            "again (a small text file in its place is git-lfs's: git lfs pull)"
-        ) from e
-    except FAILURES as e:
-        _check_complete({}, folder)
-        raise UserError(
-            f"target: no loadable causal language model in {folder} ({first_line(e)}); "
-            f"{_fix(e, folder, kind, place)}"
-        ) from e
+    except UserError:
+        raise
+    except Exception as e:  # of many kinds, all of them about the files in the folder
+        raise _unloaded(e, folder, kind, place) from e
     finally:
         hf_logging.set_verbosity(loud)
     model, found = loaded
@@ -337,17 +327,27 @@ def _pretrained(
     return model.eval()
 
 
-def _fix(error: Exception, folder: Path, kind: torch.dtype, place: torch.device) -> str:
-    """Return what to do where transformers could not load a folder."""
+def _unloaded(error: Exception, folder: Path, kind: torch.dtype, place: torch.device) -> Exception:
+    """Return what to say where transformers could not load a folder, and what to do."""
     import torch
+    from safetensors import SafetensorError
 
+    if isinstance(error, SafetensorError):
+        return UserError(
+            f"target: a weights file in {folder} is cut or is none ({first_line(error)}); fetch it "
+            "again (a small text file in its place is git-lfs's: git lfs pull)"
+        )
+    _check_complete({}, folder)
+    fix = "give a folder with its config.json and its weights as safetensors"
     if isinstance(error, torch.cuda.OutOfMemoryError):
-        return f"{kind} does not fit into {place}: use a smaller dtype"
-    if kept := quantize.stored(folder):
-        return f"its weights are kept in {kept}: give the model that it was made of"
-    if isinstance(error, ValueError | KeyError):
-        return "give a model that transformers loads as text in, text out"
-    return "give a folder with its config.json and its weights as safetensors"
+        fix = f"{kind} does not fit into {place}: use a smaller dtype"
+    elif kept := quantize.stored(folder):
+        fix = f"its weights are kept in {kept}: give the model that it was made of"
+    elif isinstance(error, ValueError | KeyError):
+        fix = "give a model that transformers loads as text in, text out"
+    return UserError(
+        f"target: no loadable causal language model in {folder} ({first_line(error)}); {fix}"
+    )
 
 
 def _arguments(

@@ -56,9 +56,10 @@ def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]
     rope = dict(get("rope_parameters", default={}))
     # Families with a sliding window keep one set per layer type.
     rope = dict(rope.get("full_attention") or rope)
-    # A Llama layer rotates whole heads; the axes of pictures are one axis for a text.
-    sights = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-    rope = {key: value for key, value in rope.items() if key not in sights}
+    for part in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+        rope.pop(part, None)  # a Llama layer rotates whole heads, and a text has one axis
+    if rope.get("rope_type") == "proportional":  # of a part of each head, in Gemma 4
+        rope["rope_type"] = "linear" if "factor" in rope else "default"
     if len(rope.get("short_factor") or ()) not in (0, head_dim // 2):  # LongRoPE of a part alone
         rope = {"rope_theta": rope.get("rope_theta", 10000.0)}
     return {

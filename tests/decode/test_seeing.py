@@ -20,6 +20,7 @@ from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.ngram import NGram
 from outrider.decode.target import Target
 from outrider.heads.interop import architecture
+from outrider.heads.layers.shape import LayerKeys, layer_config
 from tests.helpers.archs import SEEING, build
 from tests.helpers.decoding import texts
 
@@ -61,6 +62,11 @@ def test_its_language_model_answers_as_the_whole_does(arch: str, folders: Path) 
         architecture(target) == json.loads((folder / "config.json").read_text())["architectures"][0]
     )
     assert target.identity.weights_sha256 == sha256_weights(folder)
+    # 60 stands for a picture, which is not there
+    ids, places = torch.tensor([[60, 5, 60, 60, 7, 8]]), torch.arange(6)[None]
+    seen = target.features(ids, torch.ones_like(ids, dtype=torch.bool), [target.num_layers])
+    wanted = target.model(input_ids=ids, position_ids=places).logits
+    torch.testing.assert_close(target.unembed(seen[:, :, 0]), wanted)
     prompts = [[*range(5, 15)], [*range(40, 43)], [7, 8, 9] * 4]
     wanted = [
         whole.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
@@ -68,6 +74,13 @@ def test_its_language_model_answers_as_the_whole_does(arch: str, folders: Path) 
     ]
     found = texts(target, NGram(), [Request(ids, 24) for ids in prompts], batch_size=3)
     assert found == [ids.tolist() for ids in wanted]
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl", "gemma4"])
+def test_draft_layers_turn_as_those_of_a_text_do(arch: str, folders: Path) -> None:
+    """Neither axes of pictures nor a part of each head, which no engine's draft layer knows."""
+    made = layer_config(loaded(saved(folders, arch)), 1, LayerKeys())["rope_parameters"]
+    assert made.keys() == {"rope_type", "rope_theta"} and made["rope_type"] == "default"
 
 
 @pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3"])

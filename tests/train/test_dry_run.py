@@ -3,14 +3,17 @@ tensors (docs/results/dry_run_peaks.json) and beside one that a GPU measured (fi
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from outrider.conf.schema import compose
 from outrider.heads.block import attention
@@ -20,7 +23,8 @@ from outrider.train import validate
 from outrider.train.config import ValidateConfig
 from outrider.train.dry_run import memory, report
 from outrider.train.dry_run.memory import Plan
-from outrider.train.dry_run.models import numbers, shipped
+from outrider.train.dry_run.models import active, attending, numbers, shipped
+from tests.helpers.archs import HYBRID
 from tests.helpers.commands import code_of
 from tests.helpers.flash import Torch
 from tests.helpers.training import TINY, random_batch, tiny_target
@@ -152,3 +156,30 @@ def test_the_command_says_it_in_a_table(capsys: pytest.CaptureFixture[str]) -> N
 def test_ranks_of_a_host_share_the_files_of_a_target() -> None:
     whole, _, held = memory.target_bytes(planned("experiment=gpt_oss_20b_eagle3", "gpus=8"))
     assert whole < held < 1.3 * whole
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_targets_with_recurrent_layers(kind: str, tmp_path: Path) -> None:
+    """Layers without keys and values look back at none; their pass holds more than attention's."""
+    for arch, given in HYBRID.items():
+        AutoConfig.for_model(arch, **copy.deepcopy(given)).save_pretrained(tmp_path / arch)
+        keys = ["target=local", f"target.path={tmp_path / arch}", f"head={kind}", "gpus=2"]
+        plan = planned(*keys, "batch_size=8", "steps=10", "head.draft_vocab=0")
+        assert report.report(plan)[0], arch
+        kinds = plan.model.text.layer_types
+        without = kinds.count("linear_attention") + kinds.count("conv")
+        assert attending(plan.model.text) <= len(kinds) - without, arch
+        more = report.flops_a_token(plan, 4000) - report.flops_a_token(plan, 2000)
+        assert more > 0, arch
+
+
+def test_a_recipe_for_a_hybrid_of_80_billion() -> None:
+    plan = planned("experiment=qwen3_next_80b_eagle3", "gpus=8", "gpu=h100-80gb")
+    assert attending(plan.model.text) == 12 and active(plan.model) == pytest.approx(
+        3.25e9, rel=0.01
+    )
+    whole, here, _ = memory.target_bytes(plan)
+    assert whole == pytest.approx(159.3e9, rel=0.01) and here < whole / 5
+    assert report.report(plan)[0]
+    wide = plan.changed({"micro_tokens": 1 << 16})
+    assert memory._target_pass(wide) == 4 * memory.STATES * 12288 * wide.tokens

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "gpt": "gpt_oss",
     "qwen25": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_next": "qwen3_next",
     "mistral": "mistral",
     "gemma3": "gemma3",
     "smollm2": "llama",
@@ -58,7 +59,13 @@ def test_every_recipe_is_taken_by_its_script_and_by_validate() -> None:
 
 
 # one recipe for every architecture with every script
-PAIRS = {(ARCHITECTURES[name.split("_")[0]], drawn_up(name)[0]): name for name in RECIPES}
+PAIRS = {
+    (
+        ARCHITECTURES[max((a for a in ARCHITECTURES if name.startswith(a)), key=len)],
+        drawn_up(name)[0],
+    ): name
+    for name in RECIPES
+}
 
 
 @pytest.mark.parametrize(("arch", "script"), PAIRS)

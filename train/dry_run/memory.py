@@ -28,10 +28,13 @@ from outrider.heads.medusa.base import ParallelHead
 from outrider.heads.medusa.hydra_heads import HydraHeads
 from outrider.heads.registry import head_class
 from outrider.train.config import ValidateConfig
-from outrider.train.dry_run.models import Model, numbers
+from outrider.train.dry_run.models import Model, attending, numbers
 
 NODE = 8  # GPUs that share a host's memory
 RESERVE = 2.5e9  # bytes that no tensor gets: CUDA's context, workspaces, buffers of NCCL
+# Numbers in float32 that a layer with a recurrent state makes of a token, times its widest product,
+# where the kernel for it is not installed: 6 (delta rule) to 15 (Mamba-2) were counted.
+STATES = 15
 FRAGMENTS = 0.05  # of what a pass allocates: gaps between the allocator's blocks
 
 
@@ -196,11 +199,12 @@ def parts(plan: Plan) -> dict[str, int]:
     loss = states * (1 + found.late) + chunk * met + plan.lm_head * (master + width)
     backward = found.back * states + master * found.summed + found.again * width
     rows = vocab if terms.needs_distribution and vocab < text.vocab_size else 0
+    after = found.kept * width + found.wide
     reads = len(plan.head.taps) + (text.num_hidden_layers not in plan.head.taps)
     in_pass = {
-        "activations": found.kept * width + found.wide,
+        "activations": after,
         "target's features": plan.tokens * d * width * reads,
-        "loss or backward pass": max(loss, backward),
+        "loss or backward pass": max(loss, backward, _target_pass(plan) - after),
     }
     bytes_of = {
         "target": target_bytes(plan)[1],
@@ -211,6 +215,16 @@ def parts(plan: Plan) -> dict[str, int]:
         "reserve": RESERVE + FRAGMENTS * sum(in_pass.values()),
     }
     return {name: round(amount) for name, amount in bytes_of.items()}
+
+
+def _target_pass(plan: Plan) -> float:
+    """Return the bytes that a pass of a target with recurrent layers holds, before the head's
+    activations; that of attention is small beside these."""
+    if attending(plan.model.text) == plan.model.text.num_hidden_layers:
+        return 0.0
+    named = plan.model.layers.named_parameters()
+    wide = max(p.shape[0] for n, p in named if p.dim() == 2 and "expert" not in n)
+    return 4.0 * STATES * wide * plan.tokens
 
 
 def target_bytes(plan: Plan) -> tuple[float, float, float]:

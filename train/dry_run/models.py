@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,13 @@ def active(model: Model) -> float:
     return numbers(model.layers) - experts * (1 - model.text.num_experts_per_tok / many)
 
 
+def attending(text: Any) -> int:
+    """Return how many layers of a language model look back at keys and values: all but those with
+    a recurrent state, convolutions or an MLP alone."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return sum(kind not in ("linear_attention", "conv", "mlp", "moe") for kind in kinds)
+
+
 @functools.cache
 def shipped() -> dict[str, Model]:
     """Models whose facts lie here, by their repository in lower case."""
@@ -92,7 +100,9 @@ def model_of(cfg: TargetConfig) -> Model:
         )
     path = Path(cfg.path).expanduser() / "config.json"
     try:
-        config = dict(json.loads(path.read_text()))
+        # transformers writes infinity as {"__float__": "Infinity"}
+        text = re.sub(r'\{\s*"__float__": "(-?\w+)"\s*\}', r"\1", path.read_text())
+        config = dict(json.loads(text))
         return Model(path.parent.name, config)
     except (OSError, ValueError, TypeError):
         raise UserError(f"target.path: {path} is no model's config.json") from None

@@ -16,7 +16,7 @@ from outrider.train.accelerator import check_ranks
 from outrider.train.config import GPUS, TrainConfig, ValidateConfig
 from outrider.train.dry_run import memory
 from outrider.train.dry_run.memory import Plan, plan_of
-from outrider.train.dry_run.models import active, model_of, numbers
+from outrider.train.dry_run.models import active, attending, model_of, numbers
 from outrider.train.measure import peak_flops
 from outrider.train.setup import DRAFT_VOCAB, PASSES
 
@@ -56,7 +56,7 @@ def flops_a_token(plan: Plan, length: int) -> float:
     text, found, terms = plan.model.text, memory.kept_by(plan), plan.typed.loss
     heads = text.num_attention_heads
     spread = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    target = 2 * active(plan.model) + 2 * text.num_hidden_layers * spread * length
+    target = 2 * active(plan.model) + 2 * attending(text) * spread * length
     draft = 2 * found.products * (4 if getattr(plan.typed, "activation_checkpointing", 0) else 3)
     met = 2 * (plan.typed.draft_vocab or text.vocab_size) * text.hidden_size * plan.taught
     loss = met * (found.levels * (3 if plan.lm_head else 2) + terms.needs_distribution)
