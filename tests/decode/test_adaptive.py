@@ -12,6 +12,7 @@ from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
+from tests.helpers.decoding import texts
 from tests.helpers.engine_distribution import (
     PaddingAwareDrafter,
     TableDrafter,
@@ -34,10 +35,7 @@ def test_depth_rises_with_acceptance_and_falls_without(target: Target, other: Ta
 
 
 def test_rows_adapt_alone_and_tokens_stay_exact(target: Target, other: Target) -> None:
-    plain = [
-        g.token_ids
-        for g in generate(target, NoDraft(), REQUESTED, Sampling(), eos_ids=[]).generations
-    ]
+    plain = texts(target, NoDraft(), REQUESTED, eos_ids=[])
     for inner in (NGram(), DraftModel(target, 6), DraftModel(other, 6)):
         for batch in (1, 3, 5):
             run = generate(

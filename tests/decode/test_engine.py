@@ -19,6 +19,7 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from tests.helpers.decoding import texts
 
 
 class Tree(NoDraft):
@@ -47,9 +48,7 @@ def drafters(target: Target, other: Target) -> list[Drafter]:
 
 
 def tokens(target: Target, drafter: Drafter, sampling: Sampling, **more: object) -> list[list[int]]:
-    return [
-        g.token_ids for g in generate(target, drafter, requests(), sampling, **more).generations
-    ]  # type: ignore[arg-type]
+    return texts(target, drafter, requests(), sampling, **more)
 
 
 DISTRIBUTIONS = [
@@ -139,7 +138,7 @@ def test_rows_that_join_and_leave_keep_their_tokens(target: Target) -> None:
     ids = [[3 + i, 4, 5, 3 + i, 4, 5, 6] for i in range(7)]
     asked = [Request(p, 24, id=n) for n, p in enumerate(ids)]
     for sampling in (Sampling(), Sampling(0.9, top_p=0.9)):
-        wanted = [g.token_ids for g in generate(target, NGram(), asked, sampling).generations]
+        wanted = texts(target, NGram(), asked, sampling)
         engine = Engine(target, NGram(), sampling, BatchLimits(3, 64))
         got: list[list[int]] = [[] for _ in ids]
         rows, ended = list[Row](), list[Row]()
@@ -199,10 +198,7 @@ def test_dynamic_trees_under_guidance_on_rows_of_one_length(target: Target, othe
     ]
     found = []
     for drafter in (NoDraft(), DraftModel(other, Form.tree(3, nodes=6))):
-        run = generate(
-            target, drafter, requested, Sampling(), batch_size=2, guidance=1.7, eos_ids=[]
-        )
-        found.append([g.token_ids for g in run.generations])
+        found.append(texts(target, drafter, requested, batch_size=2, guidance=1.7, eos_ids=[]))
     assert found[0] == found[1]
 
 

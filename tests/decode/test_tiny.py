@@ -20,24 +20,6 @@ TINY = TargetConfig(kind="tiny")
 TOKENIZER = byte_tokenizer(300)
 
 
-@pytest.mark.parametrize(
-    "change, key",
-    [
-        ({"vocab": 200}, "target.vocab"),
-        ({"arch": "nope"}, "target.arch"),
-        ({"layers": 0}, "target.layers"),
-        ({"kind": "cloud"}, "target.kind"),
-        ({"attn": "fast"}, "target.attn"),
-        ({"kind": "hub"}, "target.name"),
-        ({"kind": "local"}, "target.path"),
-        ({"kind": "local", "path": "/no/such/folder"}, "target.path"),
-    ],
-)
-def test_bad_keys_are_named(change: dict, key: str) -> None:
-    with pytest.raises(UserError, match=key):
-        load_target(dataclasses.replace(TINY, **change))
-
-
 def test_dtype_does_not_change_the_identity() -> None:
     full, half = load_target(TINY), load_target(TINY, "bfloat16")
     assert half.dtype == torch.bfloat16 and full.dtype == torch.float32

@@ -100,23 +100,6 @@ def test_unions_have_the_exact_distribution() -> None:
     assert drawn > 15 and repeats > 15
 
 
-def test_the_enumeration_sees_wrong_unions() -> None:
-    """What is drawn and joined both counts as joined: a point mass in place of its
-    distribution."""
-    target = torch.tensor([[0.0, 1.0, 0.5]], dtype=torch.float64).expand(16, 3)
-    draft = torch.tensor([[1.5, 0.0, 1.0]], dtype=torch.float64).expand(16, 3)
-    case = Case(3, TreeShape.of([[0]]), "without", Sampling(1.0), target, draft)
-    join = with_nodes([(0, -1), (1, -1)])
-    assert enumerate_case(case, verify, join).error <= 1e-12
-
-    def wrong(tree: DraftTree) -> DraftTree:
-        tree = join(tree)
-        assert tree.sampled is not None
-        return replace(tree, sampled=tree.sampled & (tree.tokens == 2))
-
-    assert enumerate_case(case, verify, wrong).error > 1e-2
-
-
 # --- what a joined tree holds
 
 

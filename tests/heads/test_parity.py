@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import CheckFailed
+from outrider.conf.jsonl import records
 from outrider.conf.schema import compose
 from outrider.decode.target import Target
 from outrider.heads import parity
@@ -264,7 +265,7 @@ def test_a_run_ends_with_the_gate_once(
     out = tmp_path / "run"
     cfg = run_config(data, out, "eval.parity=2", "eval.max_new_tokens=12")
     fit(cfg, head_class("medusa"))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     found = [line for line in lines if line.get("event") == "parity"]
     assert len(found) == 1 and found[0]["passed"] and found[0]["reload_identical"]
     assert json.loads((out / "parity.json").read_text())["step"] == 6

@@ -22,7 +22,6 @@ from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.heads.checkpoint import load_head
 from outrider.heads.drafters import resolve_drafter
-from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
@@ -108,30 +107,6 @@ def test_cutting_leaves_the_chosen_layers() -> None:
         stack[1].forward = lambda hidden_states, *a, **k: hidden_states  # type: ignore[assignment]
         want = target.model(ids, use_cache=False).logits
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_the_loss_is_that_of_two_plain_models() -> None:
-    """No shift, no leak: against logits of plain passes, position by position, padding and
-    masks included.
-    """
-    target, terms = tiny_target(layers=3), LossWeights(0.3, 0.5, 0.2)
-    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, loss=terms, chunk=7))
-    batch = random_batch()
-    out = head(batch, target)
-    with torch.no_grad():
-        p = target.model(batch.ids).logits.softmax(-1)
-        q = head.plain()(batch.ids).logits.log_softmax(-1)
-    total, count = 0.0, 0
-    for b in range(batch.ids.shape[0]):
-        for t in range(1, batch.ids.shape[1]):
-            if batch.loss_mask[b, t] and batch.mask[b, t]:
-                distribution, guess = p[b, t - 1], q[b, t - 1]
-                total += terms.hard * -float(guess[batch.ids[b, t]]) + terms.soft * -float(
-                    (distribution * guess).sum()
-                )
-                total += terms.tv * (1 - float(torch.minimum(distribution, guess.exp()).sum()))
-                count += 1
-    assert float(out.count) == count and float(out.sum.detach()) == pytest.approx(total, rel=1e-4)
 
 
 def test_frozen_weights_are_the_targets_own_and_not_stored(tmp_path: Path) -> None:

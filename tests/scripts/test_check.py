@@ -21,23 +21,17 @@ from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
-from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
-from outrider.scripts.exporting import contract, contract_check, write
+from outrider.scripts.exporting import contract, contract_check
 from outrider.scripts.exporting.contract import Contract, Row
 from outrider.scripts.scoring.servers import Address
-from tests.helpers.interop import DEEP, deep_target, random_head, target_gguf
+from tests.helpers.interop import DEEP
 from tests.helpers.servers import odd
 from tests.helpers.speculating_server import serving
 
 PYTHON = ROOT / ".venv-llamacpp/bin/python"
 LIMIT, DEPTH = 24, 3
 PROMPTS = [[5, 77, 200, 31], [9, 8, 7], [100, 101, 102, 103, 104, 105], [40]]
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return deep_target()
 
 
 @pytest.fixture(scope="module")
@@ -239,18 +233,3 @@ def llamacpp(folder: Path, **settings: Any) -> Iterator[str]:
         finally:
             process.stdin.close()
             process.wait(30)
-
-
-@pytest.mark.needs_llamacpp
-def test_llamacpp_serves_an_exported_head(target, tmp_path: Path) -> None:
-    head = random_head(target, "eagle3")
-    prompts = [torch.tensor(p) for p in PROMPTS[:2]]
-    source = str(target_gguf(tmp_path / "target.gguf", target))
-    write.write_head(tmp_path, "gguf", head, target, "", prompts, "float32", source)
-    chain = head.drafter(target, DraftSpec(shape="chain"))
-    wanted = contract.expected(target, chain, PROMPTS, DEPTH, LIMIT)
-    files = {"model": source, "draft": str(tmp_path / "draft.gguf")}
-    with llamacpp(tmp_path, **files, method="EAGLE3", draft_tokens=DEPTH) as url:
-        found = contract_check.checked(wanted, Address(url))
-    assert found["kind"] == "llama.cpp" and found["served"], found
-    assert found["equal"] == len(PROMPTS)

@@ -23,19 +23,7 @@ from outrider.heads.checkpoint import save_head
 from outrider.scripts.export import main
 from outrider.scripts.exporting import write
 from tests.helpers.commands import code_of
-from tests.helpers.interop import DEEP, deep_target, random_head
-
-
-@pytest.fixture(scope="module")
-def target():
-    return deep_target()
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
-    path.write_text('{"prompt": "a slow horse"}\n{"prompt": "go"}\n')
-    return path
+from tests.helpers.interop import DEEP, random_head
 
 
 def saved(path: Path, target, kind: str, **keys) -> Path:

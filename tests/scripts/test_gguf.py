@@ -22,18 +22,6 @@ from tests.helpers.interop import DEEP, deep_target, random_head, target_gguf
 
 
 @pytest.fixture(scope="module")
-def target():
-    return deep_target()
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
-    path.write_text('{"prompt": "a slow horse"}\n{"prompt": "go"}\n')
-    return path
-
-
-@pytest.fixture(scope="module")
 def words(target, tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"tokenizer_from={target_gguf(tmp_path_factory.mktemp('target') / 't.gguf', target)}"
 

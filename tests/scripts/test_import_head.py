@@ -20,12 +20,7 @@ from outrider.scripts.exporting import probe as acceptance_probe
 from outrider.scripts.exporting.probe import Convention
 from outrider.scripts.import_head import main
 from tests.helpers.commands import code_of
-from tests.helpers.interop import DEEP, change, deep_target, folder, random_head
-
-
-@pytest.fixture(scope="module")
-def target():
-    return deep_target()
+from tests.helpers.interop import DEEP, change, folder, random_head
 
 
 def read(path: Path, target):

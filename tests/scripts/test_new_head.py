@@ -67,11 +67,15 @@ def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
     tiny = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), "dtype=float32"]
     prompts = turn / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the rider {i}"}) + "\n" for i in range(3)))
-    report = [f"drafters=[none,{turn}/run@chain,{turn}/run@tree]", f"out={turn / 'report'}"]
+    report = [
+        f"drafters=[none,{turn}/run@chain,{turn}/run@tree:3@adaptive]",
+        f"out={turn / 'report'}",
+    ]
     requested = [f"prompts={prompts}", "max_new_tokens=8", "device=cpu"]
     assert command("outrider.scripts.evaluate", [*tiny, *report, *requested]) == 0
     rows = json.loads((turn / "report/report.json").read_text())
-    assert str(turn / "run@tree").rpartition("/")[2] in json.dumps(rows)
+    assert [row["label"] for row in rows["drafters"]][1:] == ["run@chain", "run@tree:3@adaptive"]
+    assert [gate["passed"] for gate in rows["parity"].values()] == [True], "a gate for each head"
 
     capsys.readouterr()
     words = [*tiny[:-1], f"drafter={turn}/run", "format=vllm", f"out={turn / 'vllm'}"]

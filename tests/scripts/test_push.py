@@ -25,7 +25,7 @@ from outrider.scripts.exporting.publication import scrubbed
 from outrider.scripts.import_head import main as import_head
 from tests.helpers.commands import code_of
 from tests.helpers.hub import FakeHub, fake_hub, refusal
-from tests.helpers.interop import DEEP, deep_target, random_head
+from tests.helpers.interop import DEEP, random_head
 
 TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), "device=cpu"]
 TOP = {"config.json", "expected.json", "model.safetensors", "outrider.json"}
@@ -36,11 +36,6 @@ OWN = {"README.md", "head/head.json", "head/head.safetensors"}
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with fake_hub(tmp_path, monkeypatch) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return deep_target()
 
 
 @pytest.fixture(scope="module")

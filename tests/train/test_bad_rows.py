@@ -3,7 +3,6 @@ run may change when it goes on."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import records
 from outrider.heads.base import Batch, LossOut
 from outrider.heads.registry import head_class
 from outrider.train import checkpoint as disk
@@ -55,7 +55,7 @@ def train(data: Path, out: Path, *more: str, how: str = "loss") -> Path:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return records(out / "metrics.jsonl")
 
 
 def skips(out: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.conf.errors import Interrupted
+from outrider.conf.jsonl import records
 from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 from tests.helpers.training import chats, run_config, sigterm_at_update
 
 MORE = ("eval.every=3", "eval.prompts=2", "eval.max_new_tokens=6", "log_every=1")
-
-
-def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_counts_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +29,10 @@ def test_counts_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Interrupted):
         fit(run_config(data, tmp_path / "cut", *MORE), head_class("medusa"))
     fit(run_config(data, tmp_path / "cut", *MORE), head_class("medusa"))
-    whole, cut = ([e for e in lines(tmp_path / name) if "loss" in e] for name in ("whole", "cut"))
+    whole, cut = (
+        [e for e in records(tmp_path / name / "metrics.jsonl") if "loss" in e]
+        for name in ("whole", "cut")
+    )
     assert [e["step"] for e in cut] == [1, 2, 3, 4, 5, 6]
     for key in ("tokens_seen", "supervised_seen", "train_seconds", "cpu_seconds"):
         assert [e[key] for e in cut] == [e[key] for e in whole] and whole[0][key] > 0

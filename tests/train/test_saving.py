@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import records
 from outrider.heads import checkpoint as heads_checkpoint
 from outrider.train import checkpoint as disk
 from outrider.train import evaluation, loop, setup
@@ -138,7 +139,7 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
     assert not (out / "best").exists()
     run(data, out, *SHORT)
     for folder in (out, whole):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = records(folder / "metrics.jsonl")
         assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
     assert all(digest(out / name) == digest(whole / name) for name in ("best", "head"))
 

@@ -4,7 +4,6 @@ files.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import datasets
@@ -12,13 +11,10 @@ import pytest
 from safetensors import safe_open
 
 from outrider.conf.errors import UserError
+from outrider.conf.jsonl import records
 from outrider.train.data.batches import BatchPlan
 from tests.helpers.training import chats
 from tests.train.test_train_data import load
-
-
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def parquet(folder: Path, rows: list[dict], files: int = 3) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import signal
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import records
 from outrider.heads.checkpoint import read_card
 from outrider.train import checkpoint as disk
 from outrider.train.checkpoint import locked
@@ -33,7 +33,7 @@ def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) ->
     out = run(data, tmp_path / "run", *keys.split())
     assert {"head", "best", "checkpoints", "metrics.jsonl"} <= {p.name for p in out.iterdir()}
     assert [p.name for p in disk.checkpoints(out)] == ["step-30", "step-20"]
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.7 * losses[0] and len(losses) == 15
     evals = [line for line in lines if line.get("event") == "eval"]
@@ -147,7 +147,7 @@ def test_minutes_end_a_run_and_its_schedule(
     keys = ("steps=0", "epochs=1e6", "optim.lr=0.01", "log_every=1", "save_every=0")
     for minutes, most in ((0.2, 12), (0.3, 18)):
         out = run(data, tmp_path / "run", *keys, f"minutes={minutes}")
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        lines = records(out / "metrics.jsonl")
         rates = {line["step"]: line["lr"] for line in lines if "lr" in line}
         assert list(rates) == list(range(1, most + 1))
         assert rates[most] == pytest.approx(0.0005) and max(rates.values()) > 0.009
