@@ -80,9 +80,10 @@ class CompiledTarget:
 
 def passes_of(target: Target, device: torch.device, say: Callable[[str], Any]) -> Any:
     """Return what gives training passes their features: on a GPU a target whose layers are
-    compiled, checked; elsewhere, where its layers are not known, and where they are spread over
-    processes, the target."""
-    if device.type != "cuda" or target.sharded or not target.tapped_layers:
+    compiled, checked; elsewhere, where its layers are not known or not as their class has them,
+    and where they are spread over processes, the target."""
+    layers = target.tapped_layers if device.type == "cuda" and not target.sharded else []
+    if not layers or any("forward" in vars(layer) for layer in layers):
         return target
     found = CompiledTarget(target, say)
     found.check()

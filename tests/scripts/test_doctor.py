@@ -122,6 +122,14 @@ def test_the_measurement_runs_on_a_cpu_in_small(head: str, monkeypatch: pytest.M
     assert told["plain_tokens_per_second"] > 0 and told["drafted_ms_a_pass"] > 0
 
 
+@pytest.mark.parametrize("name", gpu.SHAPES)
+def test_every_shape_has_a_plan(name: str) -> None:
+    """Its keys are taken by the command that trains it; nothing is made yet."""
+    target, keys = gpu.SHAPES[name]
+    part, said = next(gpu.measured(model_of(target), ["device=cpu", "dtype=bfloat16", *keys], 1))
+    assert part == "model" and said["trained"] > 2e7
+
+
 def test_every_shape_is_written_as_it_is_known_and_a_failure_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,3 +113,13 @@ def test_a_run_takes_compiled_passes_on_a_gpu_alone(
     monkeypatch.setattr(setup, "passes_of", passes)
     assert losses("compiled") == pytest.approx(plain, rel=1e-5) and len(made) == 1 and plain
     assert losses("none", "compile=none") == plain and len(made) == 1
+
+
+def test_layers_that_another_library_has_changed_stay_as_they_are() -> None:
+    target, gpu = tiny_target(layers=4), torch.device("cuda")
+    layer = target.tapped_layers[1]
+    layer.forward = layer.forward  # as accelerate's hooks do
+    assert compiled_module.passes_of(target, gpu, print) is target
+    del layer.forward
+    target.sharded = True
+    assert compiled_module.passes_of(target, gpu, print) is target
