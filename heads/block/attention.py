@@ -48,8 +48,8 @@ class Reads:
 
     @classmethod
     def of(cls, first: int, rows: Tensor, *ranges: tuple[Tensor, Tensor]) -> Iterator[Reads]:
-        """Yield calls of at most MOST keys. first: row. rows: [s] of each sequence. ranges: where
-        its keys begin and how many, [s] each."""
+        """Yield calls of MOST keys and one sequence at most. first: row. rows: [s] of each
+        sequence. ranges: where its keys begin and how many, [s] each."""
         begin, count = (torch.stack(side, 1) for side in zip(*ranges, strict=True))
         sizes = count.sum(1)
         _, many = ((sizes.cumsum(0) - 1) // MOST).unique_consecutive(return_counts=True)
