@@ -14,9 +14,8 @@ import openai
 import pytest
 import torch
 
-from outrider.decode.detokenize import Stream
 from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import LEFT, Engine, Fresh, Request, Row, generate
+from outrider.decode.engine import LEFT, Engine, Request, Row, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -266,20 +265,6 @@ def test_an_engine_that_fails_fails_its_requests_alone(
                     list(client.completions.create(**ask, temperature=0.5, stream=True))
             assert client.completions.create(**ask).choices[0].finish_reason
         assert server.quiet()
-
-
-def test_no_beginning_of_a_stop_is_shown(target: Target) -> None:
-    for text, stop in (("xabcab🙂y", "ab🙂"), ("xaab", "ab"), ("naïve", "ve!"), ("a🙂", "🙂b")):
-        ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-        body, pieces = serve.CompletionBody(model=MODEL, prompt="", stop=stop), list[serve.Piece]()
-        hear = lambda new, pieces=pieces: pieces.extend(new or ())
-        stream = Stream(target.tokenizer)
-        job = serve.Job(body, Request(ids, 1), Sampling(), "none", stream, {}, hear)
-        for token in ids:
-            job.hear(Fresh([token], [False], []))
-        job.end("length", 0.0)
-        assert "".join(p.text for p in pieces) + job.rest == text.partition(stop)[0], text
-        assert job.stopped == (stop in text)
 
 
 # -- the command, and who asks it

@@ -1,5 +1,5 @@
-"""Every recipe trains a head that some engine loads: for a tiny target of the class that it names,
-each format that takes it is written and read back."""
+"""Every recipe trains a head that drafts what it learned and that some engine loads: for a tiny
+target of the class that it names, each format that takes it is written and read back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.target import Target
+from outrider.heads import parity
 from outrider.heads.base import Head
 from outrider.heads.interop import architecture, formats, gguf_write, refusals
 from outrider.heads.registry import head_class
 from outrider.scripts.exporting.write import write_head
 from outrider.train.dry_run.models import Model, model_of
 from tests.helpers.interop import random_head, words
-from tests.train.test_recipes import PAIRS, drawn_up
+from tests.helpers.training import random_batch
+from tests.train.test_recipes import RECIPES, drawn_up
 
 VOCAB = 260
 TINY = {
@@ -93,10 +95,16 @@ def head_of(name: str) -> tuple[Head, Target, str]:
 PROMPTS = [torch.arange(5, 15), torch.arange(40, 60)]
 
 
-@pytest.mark.parametrize("name", PAIRS.values())
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_what_an_engine_loads(name: str, tmp_path: Path) -> None:
-    """But for Hydra heads, which nobody serves."""
+    """But for Hydra heads, which nobody serves. It learns and drafts what it learned."""
     head, target, repository = head_of(name)
+    out = head(random_batch(vocab=VOCAB), target)
+    out.sum.backward()
+    learned = [p.grad for p in head.parameters() if p.requires_grad]
+    assert all(g is not None and bool(g.isfinite().all()) for g in (out.sum, *learned))
+    gate = parity.check(head, target, [[5, 6, 7], [9, 4]], 9, batch_size=2)
+    assert gate.passed, gate.problems
     takes = [f for f in formats(head.kind) if not refusals(f, head, target, repository)]
     served = head.kind != "hydra_heads"
     assert bool(takes) == (served or head.kind == "small_lm"), name
