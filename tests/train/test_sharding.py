@@ -31,6 +31,8 @@ ARCHS = {
     "phi3": {},
     "gpt2": {},
     "gemma3_text": {},
+    "qwen3_next": {},
+    "qwen3_vl": {},
 }
 
 
@@ -49,7 +51,7 @@ def run_of(data: Path, out: Path, folder: str, *more: str) -> Any:
 
 
 def test_what_is_read_as_shards_is_what_is_read_whole(data: Path, tmp_path: Path) -> None:
-    """Two ranks, five architectures: every weight and buffer bit for bit, and the features."""
+    """Two ranks, seven architectures: every weight and buffer bit for bit, and the features."""
     targets = {name: saved(tmp_path / name, name, **keys) for name, keys in ARCHS.items()}
     ids = torch.arange(24).reshape(2, 12) * 7 % 250 + 3
     taps = (1, 2)
