@@ -1,4 +1,4 @@
-"""Adaptive draft length: follows acceptance, stays exact, and treats every row by itself."""
+"""Adaptive draft length: follows acceptance and stays exact."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from typing import Any
 
 from outrider.decode.adaptive import Adaptive
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
-from tests.helpers.decoding import texts
 from tests.helpers.engine_distribution import (
     PaddingAwareDrafter,
     TableDrafter,
@@ -32,20 +29,6 @@ def test_depth_rises_with_acceptance_and_falls_without(target: Target, other: Ta
     assert not (good := whole(target)) or max(good) > 4
     late = whole(other)
     assert sum(late) < 2 * len(late)  # an unrelated model is hardly ever right
-
-
-def test_rows_adapt_alone_and_tokens_stay_exact(target: Target, other: Target) -> None:
-    plain = texts(target, NoDraft(), REQUESTED, eos_ids=[])
-    for inner in (NGram(), DraftModel(target, 6), DraftModel(other, 6)):
-        for batch in (1, 3, 5):
-            run = generate(
-                target, Adaptive(inner), REQUESTED, Sampling(), batch_size=batch, eos_ids=[]
-            )
-            assert [g.token_ids for g in run.generations] == plain
-            depths = [[c.proposed for c in g.cycles] for g in run.generations]
-            if batch == 1:
-                alone = depths
-            assert depths == alone
 
 
 def test_the_distribution_is_exact() -> None:

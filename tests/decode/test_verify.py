@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from outrider.decode.checks import validate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
@@ -167,18 +166,3 @@ def test_perfect_draft_is_accepted_whole() -> None:
         verdict = verify(tree, Distribution(Sampling(1.0), logits, tree), rng)
         assert verdict.length.float().mean() > 4.99
         assert ((verdict.bonus >= 0) & (verdict.bonus < 50)).all()
-
-
-def test_tree_may_say_node_by_node_that_it_is_deterministic() -> None:
-    """`sampled` given and false everywhere needs no proposal; a proposal without `sampled` is never
-    looked at."""
-    shape, tokens = TreeShape.of([[0], [1]]), torch.tensor([[3, 5]])
-    logits = torch.full((1, 3, 8), -100.0)
-    logits[0, :, 5] = 0.0
-    distributions = Proposal(torch.full((1, 1, 8), 0.125), torch.zeros(1, 2, dtype=torch.int64))
-    for sampled, proposal in ((torch.zeros(1, 2, dtype=torch.bool), None), (None, distributions)):
-        tree = DraftTree.static(shape, tokens, None, sampled, proposal)
-        validate(tree, 8)
-        rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        verdict = verify(tree, Distribution(Sampling(1.0), logits, tree), rng)
-        assert (verdict.path.tolist(), verdict.bonus.tolist()) == ([[1]], [5])

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.conf.errors import UserError
-from outrider.conf.typed import faults
 from outrider.decode.grow import Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
@@ -106,18 +104,6 @@ def test_a_tree_inside_a_window_is_what_training_predicts(monkeypatch: pytest.Mo
         read.clear()
         before = after
     assert compared > 60
-
-
-def test_what_a_window_cannot_be_is_named() -> None:
-    for value in (0, 4):
-        found = faults(EagleConfig(steps=4, sliding_window=value))
-        assert len(found) == 1 and f"sliding_window: {value}" in found[0]
-    assert not faults(EagleConfig(steps=4, depth=4, sliding_window=5))
-    target = target_of()
-    head = head_of(target, steps=3, depth=3, sliding_window=6)
-    assert head.form(target, DraftSpec(shape="chain", depth=5)).depth == 5 and head.usual == 3
-    with pytest.raises(UserError, match="6 levels"):
-        head.form(target, DraftSpec(shape="chain", depth=6))
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])

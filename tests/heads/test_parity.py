@@ -32,7 +32,7 @@ from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 from outrider.train.runs import keys_of
 from tests.heads.test_eagle import head_of, target_of
-from tests.helpers.archs import VOCAB, build
+from tests.helpers.archs import VOCAB
 from tests.helpers.training import chats, overrides, run_config
 
 PROMPTS = [[5, 9, 7], [11, 4], [20, 21, 22, 23, 24]]
@@ -100,11 +100,6 @@ def test_a_sound_eagle_head_agrees_exactly(changes: dict, target: Target, tmp_pa
 def test_a_sound_parallel_head_agrees_exactly(name: str, tmp_path: Path) -> None:
     target = target_of()
     sound(run(other(name, target), target, tmp_path / "head"))
-
-
-def test_another_architecture(tmp_path: Path) -> None:
-    target = Target(build("gemma3_text"))
-    sound(run(head_of(target, steps=2, depth=3), target, tmp_path / "head"))
 
 
 def test_bfloat16_is_not_blamed_for_rounding() -> None:

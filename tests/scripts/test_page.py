@@ -1,17 +1,38 @@
 """The page of `outrider serve` in a real browser: a question asked, both columns end with the same
 tokens at T = 0, nothing from elsewhere, nothing on the console.
 
-Needs Debian's chromium and the extra `page` (Playwright).
+Needs Debian's chromium and the extra `page` (Playwright); skipped where one of them is missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 from outrider.decode.models.load import TargetConfig, load_target
-from tests.helpers.browser import chromium
 from tests.helpers.own_server import serving
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """A running browser, headless."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no Playwright (pip install -e '.[page]')"
+    )
+    with playwright.sync_playwright() as driver:
+        one = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield one
+        one.close()
 
 
 def test_one_answer_races_itself() -> None:

@@ -7,13 +7,14 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.conf.errors import UserError
-from outrider.conf.jsonl import parse_line
+from outrider.conf.jsonl import MAX_LINE, parse_line
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
@@ -21,7 +22,6 @@ from outrider.train.data.load import load_rows
 from outrider.train.data.passes import Limits
 from outrider.train.data.rows import BadRow, ChatRow, RowReading, encode, interpret
 from tests.helpers.chats import CHATML_WITH_SPANS
-from tests.helpers.malformed import BAD, good
 from tests.helpers.training import chats
 
 EOS = frozenset({2})
@@ -77,6 +77,74 @@ def test_all_zero_and_all_one_masks_are_refused() -> None:
     blind = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(BadRow, match="shows no assistant turn apart from the rest"):
         encode(ChatRow("f:7", TURNS), byte_tokenizer(template=blind), RowReading(4096, EOS))
+
+
+def chat(*turns: tuple[Any, Any], **more: Any) -> bytes:
+    """A row of (role, content) turns."""
+    return json.dumps(
+        {"messages": [{"role": role, "content": content} for role, content in turns], **more}
+    ).encode()
+
+
+def shared(*turns: tuple[Any, Any]) -> bytes:
+    """The same in ShareGPT's keys."""
+    return json.dumps(
+        {"conversations": [{"from": role, "value": content} for role, content in turns]}
+    ).encode()
+
+
+def good(n: int) -> bytes:
+    """A sound row, one in five of them in an unusual but sound form."""
+    answer = " ".join(["the", "rider", "goes", "ahead", "of", "a", "slow", "horse"][: 2 + n % 7])
+    turns = [("user", f"question {n}"), ("assistant", answer)]
+    forms = {
+        0: lambda: b"\xef\xbb\xbf" + chat(*turns),  # a byte order mark, as of joined files
+        5: lambda: chat(*turns) + b"\r",
+        10: lambda: b"  " + chat(*turns, id=n, source={"a": [1, None]}) + b"\t",
+        15: lambda: shared(("system", "be brief"), ("human", f"question {n}"), ("gpt", answer)),
+        20: lambda: chat(("user", f"question\u2028{n}\x85"), ("assistant", answer + "\U0001f40e")),
+    }
+    return forms.get(n % 25, lambda: chat(*turns))()
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "cut JSON": (b'{"messages": [{"role": "us', "is not JSON"),
+    "single quotes": (b"{'text': 'x'}", "is not JSON"),
+    "two objects on a line": (chat(("user", "q")) + chat(("assistant", "a")), "is not JSON"),
+    "HTML page": (b"<html><body>error</body></html>", "is not JSON"),
+    "list": (b"[1]", "is not an object"),
+    "null": (b"null", "is not an object"),
+    "not UTF-8": (b'{"text": "\xff\xfe"}', "is not UTF-8"),
+    "NUL byte": (b'{"text": "\0"}', "NUL byte"),
+    "key twice": (b'{"text": "x", "text": "y"}', "a key twice"),
+    "line too long": (b'{"text": "%s"}' % (b"x" * MAX_LINE), "bytes (limit"),
+    "nested too deeply": (b'{"text": ' + b"[" * 100000, "is n"),
+    "no known key": (b'{"prompt": "x"}', "its keys: prompt"),
+    "no turns": (b'{"messages": []}', "none of messages"),
+    "turns are text": (b'{"messages": "x"}', "not a list"),
+    "turn is text": (b'{"messages": ["x"]}', "turn 0 is not an object"),
+    "unknown role": (chat(("user", "q"), ("robot", "a")), "turn 1: unknown role 'robot'"),
+    "role is a number": (chat((1, "a")), "unknown role 1"),
+    "no content": (b'{"conversations": [{"from": "human"}]}', "content is NoneType"),
+    "content is a number": (shared(("human", 3)), "content is int"),
+    "an image": (chat(("user", [{"type": "image"}]), ("assistant", "a")), "turn 0 holds image"),
+    "content blank": (chat(("user", " \n\t"), ("assistant", "a")), "turn 0: content is empty"),
+    "half a surrogate": (chat(("user", "q"), ("assistant", "a\ud800")), "turn 1: holds half of"),
+    "NUL character": (chat(("user", "q"), ("assistant", "a\0")), "turn 1: holds a NUL"),
+    "assistant first": (chat(("assistant", "a"), ("user", "q")), "turn 0: role 'assistant'"),
+    "user twice": (chat(("user", "q"), ("user", "q"), ("assistant", "a")), "turn 1: role 'user'"),
+    "system in between": (
+        chat(("user", "q"), ("assistant", "a"), ("system", "s")),
+        "may only stand",
+    ),
+    "no assistant": (chat(("system", "s"), ("user", "q")), "no assistant turn"),
+    "question fills the length": (
+        chat(("user", "long " * 400), ("assistant", "a")),
+        "no supervised token within data.max_length",
+    ),
+    "text is a number": (b'{"text": 3}', "none of messages"),
+    "text blank": (b'{"text": " "}', "text is empty"),
+}
 
 
 def test_every_kind_of_bad_row_is_named_and_the_good_ones_stay(tmp_path: Path) -> None:
