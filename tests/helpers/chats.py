@@ -17,15 +17,14 @@ CHATML_WITH_SPANS = (
 )
 
 
-def chats(path: Path, rows: int = 48, times: int = 1) -> Path:
-    """A chat file of `rows` conversations of different lengths, what each turn says `times`
-    over."""
+def chats(path: Path, rows: int = 48) -> Path:
+    """A chat file of `rows` conversations of different lengths."""
     with path.open("w") as file:
         for i in range(rows):
             answer = " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(3 + i % 9))
             turns = [
-                {"role": "user", "content": f"question {i}" * times},
-                {"role": "assistant", "content": answer * times},
+                {"role": "user", "content": f"question {i}"},
+                {"role": "assistant", "content": answer},
             ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path

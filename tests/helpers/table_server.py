@@ -2,7 +2,7 @@
 `certify url=...` asks of llama.cpp, vLLM, SGLang and of a bare server of the completions
 API.
 
-    with spoken("sglang", draw) as url: ...
+    with spoken("sglang") as url: ...
 """
 
 from __future__ import annotations
@@ -56,13 +56,12 @@ def sound(
 @contextlib.contextmanager
 def spoken(
     kind: str,
-    draw: Draw = sound,
     by_text: bool = False,
     twist: Twist = lambda path, body, value: value,
 ) -> Iterator[str]:
     """Its address while the block runs. kind: a key of OWNERS. by_text: tokens of
     log-probabilities are named by text. twist: what becomes of every answer."""
-    table = _Table(kind, draw, by_text)
+    table = _Table(kind, by_text)
 
     def answer(path: str, body: Any) -> Any:
         if body is not None:
@@ -81,7 +80,6 @@ def _best(last: int) -> Ranked:
 @dataclass
 class _Table:
     kind: str
-    draw: Draw
     by_text: bool
 
     def answered(self, path: str, body: dict[str, Any]) -> Any:
@@ -101,7 +99,7 @@ class _Table:
     def _answer(self, ids: list[int], limit: int, heat: float, cut: float, seed: int) -> list[int]:
         rng, last, found = np.random.default_rng(seed), ids[-1], list[int]()
         for place in range(limit):
-            last = self.draw(rng, TABLE[last], heat, cut, place, 0)
+            last = sound(rng, TABLE[last], heat, cut, place, 0)
             found.append(last)
         return found
 

@@ -21,8 +21,6 @@ from outrider.heads.batch import Batch
 from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 from outrider.train.runs import keys_of
-from tests.helpers.chats import SENTENCE as SENTENCE
-from tests.helpers.chats import WORDS as WORDS
 from tests.helpers.chats import chats as chats
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
