@@ -46,7 +46,7 @@ from outrider.train.accelerator import on_processors
 from outrider.train.data.load import load_rows
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.signals import CODES, Stop
-from outrider.train.waiting import PAUSE, main_first, meet
+from outrider.train.waiting import PAUSE, barrier, main_first
 
 
 def write(
@@ -92,7 +92,7 @@ def main(cfg: CacheConfig) -> None:
     size = target.vocab_size, target.context_length
     with main_first("rows"):
         rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, *size)
-    meet("rows")
+    barrier("rows")
     writer = FeatureWriter(cfg, target, rows)
     console.print(writer.prepare(), highlight=False)
     state.wait_for_everyone()
@@ -108,7 +108,7 @@ def main(cfg: CacheConfig) -> None:
             write(writer, shards, zip(order, server.states(texts), strict=True), console, world)
     else:
         write(writer, shards, writer.computed(shards), console, world)
-    meet("written")
+    barrier("written")
     state.wait_for_everyone()  # the first to leave may hold the store at which the others meet
     console.print(f"features: {writer.folder}", highlight=False)
     if world > 1:

@@ -45,7 +45,7 @@ from outrider.train.schedule import usual_rate
 from outrider.train.sharding import loaded, shard_target
 from outrider.train.signals import Stop
 from outrider.train.trackers import settings_of
-from outrider.train.waiting import main_first, meet, wait_for
+from outrider.train.waiting import barrier, main_first, wait_for
 
 DRAFT_VOCAB = 8192  # where nobody says how many
 PASSES = 8  # over the same rows, which taught nearly what as many new rows would
@@ -163,7 +163,7 @@ def rows_of(data: DataConfig, target: Target, out: Path | None = None) -> Joined
     size = target.vocab_size, target.context_length
     with main_first("rows") if data.cache else nullcontext():
         rows = load_rows(data, target.tokenizer, target.eos_ids, *size)
-    meet("rows")  # in the first collective nobody may wait for tokens
+    barrier("rows")  # in the first collective nobody may wait for tokens
     if out is not None:
         rows.list_bad(out)
     return rows

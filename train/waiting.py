@@ -24,14 +24,14 @@ def main_first(name: str) -> Iterator[None]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     stage = bool(rank) + bool(rank and int(os.environ.get("LOCAL_RANK", "0")))
     for turn in range(stage):
-        meet(f"{name} {turn}")
+        barrier(f"{name} {turn}")
     wait = False
     try:
         yield
         wait = True
-    finally:  # after a mistake the others go on and meet it themselves
+    finally:  # after a mistake the others go on to it themselves
         for turn in range(stage, 2):
-            meet(f"{name} {turn}", wait)
+            barrier(f"{name} {turn}", wait)
 
 
 def wait_for(path: Path) -> None:
@@ -42,7 +42,7 @@ def wait_for(path: Path) -> None:
         time.sleep(PAUSE)
 
 
-def meet(name: str, wait: bool = True) -> None:
+def barrier(name: str, wait: bool = True) -> None:
     """Wait until every rank has come here, by looking at the store that they met at. wait:
     False says that this rank was here, and goes on."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

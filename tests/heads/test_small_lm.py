@@ -204,7 +204,11 @@ def test_vocabularies_of_other_sizes(pair: Any) -> None:
 def test_a_perfect_draft_is_always_accepted() -> None:
     """Sliding windows and softcaps, chains and trees."""
     static = TreeShape.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
-    forms = [Form.chain(3), Form.tree(3, nodes=9, width=3), Form.tree(3, static=static)]
+    forms = [
+        Form.chain(3),
+        Form.tree(3, nodes=9, width=3),
+        Form.tree(3, static=static),
+    ]
     target = Target(build("gemma2", torch.float64))
     for form in forms:
         requests = [Request([5, 6, 7, 8, 9, 10, 11, 12], 10, id=0), Request([9, 10], 10, id=1)]
