@@ -95,8 +95,8 @@ def spoil_levels(drafter: Any, ill: list[int], value: float, entry: int | None) 
     drafter.level = spoilt
 
 
-def small_head(name: str, target: Target, form: DraftSpec) -> Any:
-    """A drafter of untrained, moved weights."""
+def small_head(name: str, target: Target, shape: TreeShape) -> Any:
+    """A drafter of untrained, moved weights, of a tree of this shape."""
     cfg = replace(CASES[name].config, draft_vocab=0)
     torch.manual_seed(0)
     head = head_class(cfg.kind).for_target(target, cfg, torch.ones(target.vocab_size))
@@ -104,7 +104,8 @@ def small_head(name: str, target: Target, form: DraftSpec) -> Any:
         for weight in head.parameters():
             if weight.requires_grad:
                 weight += 0.3 * torch.randn_like(weight)
-    return head.eval().drafter(target, form)
+    head.tree = lambda nodes, depth: shape
+    return head.eval().drafter(target, DraftSpec(shape="tree", nodes=len(shape)))
 
 
 def small_draft(dice: random.Random, vocab: int, form: Form) -> DraftModel:
@@ -155,8 +156,7 @@ class World:
         elif kind == "head":
             scheme = dice.choice(HEADS)
             shape = TreeShape.of(dice.choice([[[0], [0, 0]], [[0], [1], [0, 0]]]))
-            spec = DraftSpec(shape="tree", paths=shape.paths)
-            drafter = small_head(scheme, target, spec)
+            drafter = small_head(scheme, target, shape)
             spoil_levels(drafter, ill, value, entry)
         else:
             drafter = TableDrafter(shape, scheme, vocab, dice.randrange(99))
