@@ -1,10 +1,10 @@
 """Write the target's features of a data set once; training with data.features=FOLDER then runs
 no target.
 
-    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE \\
-        out=runs/features heads=[eagle3]
-    accelerate launch train/eagle.py target=smollm2 data.path=FILE \\
-        data.features=runs/features out_dir=runs/eagle3 ...
+    outrider cache_features target=smollm2 data.path=FILE out=runs/features heads=[eagle3] \\
+        [--launch PROCESSES]
+    outrider train eagle3 target=smollm2 data.path=FILE data.features=runs/features \\
+        out_dir=runs/eagle3 ... [--launch PROCESSES]
 
 With base_url= a serving engine captures the states (scripts/data/captured.py) and no layer of the
 target is loaded here but the lowest ones, which check it.
@@ -37,7 +37,7 @@ from accelerate import PartialState
 from rich.console import Console
 from torch import Tensor
 
-from outrider.conf.errors import Interrupted
+from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.scripts.common.progress import Steps
@@ -86,6 +86,11 @@ def main(cfg: CacheConfig) -> None:
     """Write or continue a folder of features."""
     state = PartialState(cpu=on_processors(cfg.device))
     rank, world = state.process_index, state.num_processes
+    if 0 < cfg.room_gb << 10 < (need := world * cfg.shard_mb):
+        raise UserError(
+            f"room_gb: {cfg.room_gb} has no room for a file of each process ({world} x shard_mb="
+            f"{cfg.shard_mb}); give at least room_gb={-(-need // 1024)}, or a smaller shard_mb"
+        )
     console = Console(stderr=True, quiet=rank > 0, soft_wrap=True)
     device = cfg.device or (state.device if world > 1 else None)
     target = load_target(cfg.target, cfg.dtype, device, layers=FIRST if cfg.base_url else None)

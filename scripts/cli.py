@@ -151,13 +151,14 @@ def run(verb: str, words: list[str]) -> NoReturn:
     from outrider.conf.schema import help_text, refused
 
     file, stem, schema = FILES[verb][0], Path(FILES[verb][0]).stem, schema_of(verb)
+    processes, words = _launch(words) if verb == "cache_features" else (1, words)
     keyed = getattr(sys.modules[schema.__module__], "keyed", list)(words)  # words without a key
     if HELP & {*words}:
         print(help_text([own_words(file)], stem, schema, keyed + ["all"] * ("all" in words)))
         raise SystemExit(0)
     if code := refused(stem, schema, keyed):
         raise SystemExit(code)
-    become([sys.executable, str(ROOT / file), *words])
+    become(launched(file, processes, words))
 
 
 def train(words: list[str]) -> None:
@@ -184,7 +185,6 @@ def train(words: list[str]) -> None:
     known = not head or (CONF / "head" / f"{name}.yaml").exists()  # a package's is heavy
     if known and (code := refused(script, keys_of(script), keys)):
         raise SystemExit(code)
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
     become(launched(file, processes, keys))
 
 
@@ -202,7 +202,7 @@ def _launch(words: list[str]) -> tuple[int, list[str]]:
 
 
 def launched(file: str, processes: int, words: Iterable[str]) -> list[str]:
-    """Return the command line of a training run: one process needs no launcher.
+    """Return the command line of a run in processes: one needs no launcher.
 
     Raises UserError for more processes than accelerators, which would share one of them; on a
     machine without any they run on its processors.
@@ -212,6 +212,7 @@ def launched(file: str, processes: int, words: Iterable[str]) -> list[str]:
         return command
     from outrider.train.launch import devices
 
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
     launcher = ["-m", "accelerate.commands.accelerate_cli", "launch"]
     launcher += ["--num_processes", str(processes)]
     if not devices(

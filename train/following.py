@@ -35,9 +35,8 @@ def begin_round(run: Run) -> int:
             run.log.say(f"step {step}: waiting for {max(lacking)}")
         said = True
         time.sleep(PAUSE)
-    # Random weights tell no token, and spread ones have not all that is asked here.
-    told = run.cfg.target.kind != "tiny" and not run.target.sharded
-    if store is not None and not run.ready and told:
+    # Spread weights have not all that is asked here.
+    if store is not None and not run.ready and not run.target.sharded:
         batch = run.rows.batch(run.plan.batch(step))
         check_last(CachedTarget(run.target, store, batch), batch)
     run.ready = end

@@ -34,8 +34,8 @@ def pass_over(run: Run, sums: Sums) -> None:
         raise UserError(
             f"{named}: loss or gradient is not finite at step {state.step}, no weight was changed; "
             "look at them (with micro_batch=1 single rows are named), leave them out with "
-            "data.skip=[LINE, ..] (FILE:LINE where there are several files) or lower optim.lr (all "
-            f"rows are in {run.log.path})"
+            "data.skip=[LINE, ..] (FILE:LINE where there are several files; not with data.follow), "
+            f"raise bad_steps or lower optim.lr (all rows are in {run.log.path})"
         )
     run.log.say(f"step {state.step}: {named}: loss or gradient is not finite; no update")
     run.log.metrics(state.step, {"event": "skipped", **event})

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,14 @@ def identity_of(out: Path, meaning: dict[str, Any]) -> str:
 
 
 def check_meaning(
-    saved: dict[str, Any], now: dict[str, Any], folder: Path, default: dict[str, Any]
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    folder: Path,
+    default: dict[str, Any],
+    fixed: Sequence[str] = (),
 ) -> list[str]:
     """Return a line about every key that changed and may. Raises UserError naming every key
-    whose change alters what is learned.
+    whose change alters what is learned. fixed: keys of REPLANNED that must be the same.
 
     Of REPLANNED, `steps` may change to more alone (with the same epochs to any). A key that
     the checkpoint does not know came with a later version: at its default it changes
@@ -87,7 +92,7 @@ def check_meaning(
     refused = [
         f"{k}: {_show(saved, k)} in the checkpoint, {_show(now, k)} now"
         for k in changed
-        if not is_logistics(k) and not _may_follow(k, saved, now)
+        if not is_logistics(k) and (k in fixed or not _may_follow(k, saved, now))
     ]
     if refused:
         raise UserError(

@@ -168,7 +168,8 @@ class Answering:
         try:
             (found,) = encode(interpret(row, "row"), self.tokenizer, how)
         except (BadRow, ValueError) as problem:
-            self.unusable.append(getattr(problem, "reason", str(problem)))
+            if not self.cfg.tokens:  # else training reads the tokens
+                self.unusable.append(getattr(problem, "reason", str(problem)))
             return
         here = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
         here = here[:-1] if here[-1] in self.ends else here

@@ -130,6 +130,9 @@ def test_words_reach_the_file_as_they_are(
     assert taken[2] == [python, str(train / "head.py"), "head=eagle1", *sound]
     assert taken[3][2:6] == ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "8"]
     assert taken[3][-4:] == [str(train / "medusa.py"), *sound]
+    assert call(["cache_features", "--launch=2", sound[0], "out=y"], monkeypatch) == 0
+    assert taken[4][2:6] == [*taken[3][2:5], "2"]
+    assert taken[4][-3:] == [str(ROOT / "scripts/cache_features.py"), sound[0], "out=y"]
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

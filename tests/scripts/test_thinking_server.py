@@ -122,6 +122,8 @@ def test_rows_that_training_would_leave_out_are_message_at_once(
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: byte_tokenizer())
     questions(tmp_path, 4)
     with serving(tmp_path, thinks="reasoning") as url:
+        synthesize(config(tmp_path, url, out=str(tmp_path / "b.jsonl"), tokens=True))
+        assert "would leave out" not in capfd.readouterr().err
         synthesize(config(tmp_path, url))
     said = " ".join(capfd.readouterr().err.split())
     assert (

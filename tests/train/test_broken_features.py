@@ -17,6 +17,7 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
 from outrider.heads.registry import head_class
 from outrider.train.loop import fit
+from tests.helpers.targets import saved
 from tests.helpers.training import chats, run_config, tiny_target
 from tests.train.test_features import SHAPE, own_memory, written
 
@@ -102,6 +103,7 @@ RUNS = {
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """One on disk whose LM head tells tokens apart, as a trained one's does."""
     folder, made = tmp_path_factory.mktemp("t") / "target", tiny_target(**SHAPE, init_std=1.0)
+    made.body.norm.weight.data[0] *= 1.01
     made.model.save_pretrained(folder)
     made.tokenizer.save_pretrained(folder)
     return load_target(TargetConfig(kind="local", path=str(folder)), "float32", "cpu")
@@ -136,3 +138,15 @@ def test_a_broken_folder_is_one_line(name: str, data: Path, tmp_path: Path, targ
         learn(data, tmp_path / "run", folder, *RUNS.get(name, ()))
     assert "\n" not in str(caught.value)
     assert not [*tmp_path.glob("run/checkpoints/*")] and not (tmp_path / "run/head").exists()
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "gemma2"])
+def test_right_features_of_random_weights_are_learned(
+    arch: str, data: Path, tmp_path: Path
+) -> None:
+    """Tied ones tell the token that they read."""
+    place = saved(arch, tmp_path).rename(tmp_path / "target")
+    target = load_target(TargetConfig(kind="local", path=str(place)), "float32", "cpu")
+    written(data, tmp_path / "f", target=target)
+    learn(data, tmp_path / "run", tmp_path / "f", "data.max_length=128")
+    assert (tmp_path / "run/head").is_dir()

@@ -10,6 +10,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,9 +212,11 @@ def test_what_does_not_change_features_may_differ_and_what_does_may_not(
 
 
 def test_a_damaged_file_can_be_written_again(data: Path, tmp_path: Path) -> None:
-    written(data, tmp_path / "f")
+    writer = written(data, tmp_path / "f")
     before = {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()}
     (tmp_path / "f/shard-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="shard-00002.safetensors: is missing; .*cache_features"):
+        opened(writer)
     writer = written(data, tmp_path / "f")
     assert {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()} == before
     assert opened(writer)
@@ -223,6 +226,18 @@ def cache(data: Path, out: Path, *more: str) -> int:
     with pytest.raises(SystemExit) as caught:
         cache_features.main(command(data, out, "shard_mb=1", *more))
     return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(("ranks", "size", "least"), [(1, 2048, 2), (8, 256, 2), (3, 1024, 3)])
+def test_room_for_less_than_a_file_of_each_process_is_refused(
+    ranks: int, size: int, least: int, data: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    state = SimpleNamespace(process_index=0, num_processes=ranks)
+    monkeypatch.setattr(cache_features, "PartialState", lambda **_: state)
+    assert cache(data, tmp_path / "f", "room_gb=1", f"shard_mb={size}") == 2
+    said = capsys.readouterr().err
+    assert f"room_gb={least}" in said and f"shard_mb={size}" in said and said.count("\n") == 1
+    assert not (tmp_path / "f").exists()
 
 
 def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(

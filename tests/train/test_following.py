@@ -117,6 +117,8 @@ def test_a_signal_ends_the_waiting_and_what_is_gone_is_not_waited_for(
         keys = (f"data.features={place}", "data.follow_batches=2", f"data.{other}")
         with pytest.raises(UserError, match="shard-00000"):
             train(data, tmp_path / other, *KEYS[:-4], *keys)
+    with pytest.raises(UserError, match=r"data\.skip: \[\] in the checkpoint, \[3\] now"):
+        following(data, place, tmp_path / "run", *more, "data.skip=[3]")
     following(data, place, tmp_path / "run", *more)
     assert not held(place) and writer.missing == []
 

@@ -104,7 +104,7 @@ def hours(plan: Plan) -> str:
         f"{cfg.supervised:.0%} of them answers (supervised), {passes:,.1f} passes (steps, "
         f"epochs); {share:.0%} of the GPU's peak ({best:.0%} to {least:.0%}), measured on one "
         "H200 with targets of 0.1 to 1.5 B, and nowhere else; not counted: start-up, tokenizing, "
-        "evaluation"
+        "evaluation, waiting for features (data.follow)"
     )
 
 

@@ -119,6 +119,10 @@ class FeatureStore:
             file = safe_open(path, "pt")
             parts = [file.get_slice(f"tap.{tap}") for tap in self.taps]
             found = [[*p.get_shape(), p.get_dtype()] for p in parts]
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: is missing; the same cache_features writes it again"
+            ) from None
         except (OSError, SafetensorError) as error:
             why = f" ({error})"
         if found != [wanted] * len(self.taps):
@@ -194,10 +198,13 @@ class CachedTarget:
 def check_last(target: CachedTarget, batch: Batch) -> None:
     """Raise UserError where the last hidden states of a batch tell its next tokens far worse than
     in another reading, or than chance. Other layers are not judged: no token follows from
-    theirs."""
+    theirs; nor is a target whose final norm was never trained."""
     batch, on = batch.to(target.device), batch.mask[:, 2:].nonzero()[:CHECKED].unbind(1)
     states = target.features(batch.ids, batch.mask, [target.num_layers])[:, :-2, 0][on]
     with without_layers(target.model):  # the rest is the final norm
+        norms = [p for p in target.body.parameters() if p.dim() == 1]
+        if all(bool(p.min() == p.max()) for p in norms):
+            return  # as it was made: random weights tell no token, and tied ones may tell their own
         normed = target.body(inputs_embeds=states[None], use_cache=False).last_hidden_state[0]
     readings = {
         "": (states, 1),
