@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ from outrider.decode.models.identity import (
     sha256_weights,
 )
 from outrider.decode.models.packages import TARGETS, ensure
+
+# 5.24 of transformers says so of a word that 5.23 knows alone; it leaves with 5.40.
+warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
 
 if TYPE_CHECKING:
     import torch
