@@ -143,7 +143,7 @@ class TreeCache(Cache):
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """Keep the last token and path[b, :length[b]] of the tree just scored; row b grows by
-        1 + length[b].
+        1 + length[b], by none where that is -1.
 
         path: [R, D] int64 node numbers in depth order, padded with -1. length: [R] int64.
         """

@@ -79,9 +79,12 @@ def longest_answer(request: Request, index: int, target: Room) -> int:
 def check_shape(drafter: Drafter, target: Target) -> None:
     """Raise UserError for a drafter of trees on a target whose states go along one path alone."""
     if drafter.shape == "tree" and target.probe().states is not None:
+        parts = ", ".join(part.name for part in getattr(drafter, "parts", ()))  # of a union
+        what = "joins drafts into a tree" if parts else "drafts a tree"
         raise UserError(
-            f"drafter: {drafter.name} drafts a tree, and {type(target.body).__name__} has states, "
-            "recurrent or of convolutions, that go along one path alone; use a chain (@chain)"
+            f"drafter: {drafter.name} {what}, and {type(target.body).__name__} has states, "
+            "recurrent or of convolutions, that go along one path alone; "
+            + (f"use its parts singly, as chains ({parts})" if parts else "use a chain (@chain)")
         )
 
 

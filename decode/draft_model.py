@@ -24,7 +24,7 @@ from outrider.decode import devices, grow
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
-from outrider.decode.states import StateCache
+from outrider.decode.states import StateCache, committed
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 
@@ -85,6 +85,7 @@ class DraftModel:
         if self.shape == "tree":
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
+        self.slots = self.limit + scratch + self.max_depth + 1  # a hybrid keeps more to read again
         self.cache.finite = True
         if isinstance(self.cache, StateCache):
             self.cache.tries = True
@@ -111,13 +112,13 @@ class DraftModel:
             return
         self.blind = [
             b or have + c > self.limit
-            for b, have, c in zip(self.blind, self.cache.lengths, counts, strict=True)
+            for b, have, c in zip(self.blind, committed(self.cache), counts, strict=True)
         ]
         counts = [0 if blind else c for blind, c in zip(self.blind, counts, strict=True)]
         while max(counts):
             # Of another drafter in a union more may have been accepted than this one drafts, and
             # a row near the end of the context leaves no room for all of it in one pass.
-            room = self.cache.slots - max(self.cache.lengths)
+            room = self.slots - max(committed(self.cache))
             fits = [min(c, room) for c in counts]
             self._take(tokens[:, : max(fits)], fits)
             tokens = tokens[:, max(fits) :]
@@ -139,23 +140,20 @@ class DraftModel:
 
     def _take(self, fresh: Tensor, counts: list[int]) -> None:
         """Read and keep the next tokens of every live row, counts[b] of fresh [B, n_max]."""
-        live, before = self.cache.rows, dict(vars(self.cache))
-        size = torch.tensor([max(c - 1, 0) for c in counts])
-        hidden = self._read(fresh, size)
-        state = hidden[torch.arange(live, device=self.device), size.to(self.device)]
+        live, size = self.cache.rows, torch.tensor(counts) - 1
+        last = size.clamp(min=0)
+        hidden = self._read(fresh, last)
+        state = hidden[torch.arange(live, device=self.device), last.to(self.device)]
         self.cache.commit(torch.arange(fresh.shape[1] - 1).expand(live, -1), size)
         if min(counts) == 0:  # a row without news keeps its state
             news = devices.send(counts, self.device)[:, None] > 0
             state = torch.where(news, state, self.state)
-            for name in {"lengths", "behind"} & before.keys():
-                ends = zip(before[name], getattr(self.cache, name), counts, strict=True)
-                setattr(self.cache, name, [new if count else old for old, new, count in ends])
         self.state = state
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        lengths = zip(self.blind, self.cache.lengths, strict=True)
-        room = [0 if blind else self.draft.context_length + 1 - have for blind, have in lengths]
+        texts = zip(self.blind, committed(self.cache), strict=True)
+        room = [0 if blind else self.draft.context_length + 1 - have for blind, have in texts]
         budget = torch.minimum(budget, torch.tensor(room))
         return grow.draft(self, self.form, budget, sampling, rng)
 

@@ -166,7 +166,7 @@ class StateCache(TreeCache):
     def commit(self, path: Tensor, length: Tensor) -> None:
         """As of TreeCache, of chains alone. Raises ValueError for another path."""
         table = torch.cat([length[:, None], path], 1).tolist()
-        if any(nodes[:count] != [*range(count)] for count, *nodes in table):
+        if any(nodes[: max(0, count)] != [*range(count)] for count, *nodes in table):
             raise ValueError("a path that is no chain was accepted of a target with states")
         counts = [b + 1 + row[0] for b, row in zip(self.behind, table, strict=True)]
         kept = self._keep([count if count in self.after else 0 for count in counts])
@@ -197,6 +197,13 @@ class StateCache(TreeCache):
         index = devices.send(torch.tensor(rows, dtype=torch.int64), self.device)
         self.kept = {key: state[index] for key, state in self.kept.items()}
         self.behind, self.ids = [self.behind[row] for row in rows], self.ids[index]
+
+
+def committed(cache: TreeCache) -> list[int]:
+    """Return how many tokens of every live row were committed: those in `cache`, and those that
+    wait to be read."""
+    behind = cache.behind if isinstance(cache, StateCache) else []
+    return list(map(sum, itertools.zip_longest(cache.lengths, behind, fillvalue=0)))
 
 
 def _copy(state: State) -> State:

@@ -67,13 +67,15 @@ class CompiledTarget:
         hooks = [(module, module._forward_hooks) for module in self._hooked]
         for module, _ in hooks:
             module._forward_hooks = OrderedDict()
+        own = [vars(layer).get("forward") for layer, _ in self._ways]  # that of a hook
         for layer, way in self._ways:
             layer.forward = way
         try:
             yield
         finally:
-            for layer, _ in self._ways:
+            for (layer, _), forward in zip(self._ways, own, strict=True):
                 del layer.forward
+                vars(layer).update({"forward": forward} if forward else {})
             for module, those in hooks:
                 module._forward_hooks = those
 

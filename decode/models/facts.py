@@ -90,7 +90,7 @@ def refusal(config: Any) -> str:
     if config.model_type in RECURRENT or (kinds and UNATTENDING.issuperset(kinds)):
         return (
             f"target: {name} is recurrent alone, and a draft is scored from the keys and values of "
-            "attention layers; choose a target that has some (hybrids do)"
+            "attention layers; choose a model that has some (hybrids do)"
         )
     return ""
 

@@ -186,13 +186,19 @@ def _check(cfg: TargetConfig) -> None:
 def _check_kind(cfg: TargetConfig) -> None:
     """Raise UserError for a model that no draft can be scored by, before its weights are
     fetched."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     folder, why = source_folder(cfg, weights=False), ""
-    with contextlib.suppress(Exception):
+    try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         why = refusal(config.get_text_config(decoder=True))
-    if why:  # what else is wrong, loading itself will say
+    except StrictDataclassError as e:
+        said = first_line(e.__cause__ or e)
+        why = f"target: {folder / 'config.json'}: {said}; mend it, or fetch the folder again"
+    except Exception:
+        return  # loading itself will say what is wrong
+    if why:
         raise UserError(why)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.conf.errors import UserError
+from outrider.decode.models.facts import refusal
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.tokenizers import compare
 from outrider.decode.target import Target
@@ -152,8 +153,17 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
     """Return (a float32 model of the target's class with these layers, the target's tensors
     by the new model's names).
 
-    Raises UserError for a model that is not built as a stack of layers."""
+    Raises UserError for a model that is not built as a stack of layers, and where none of these
+    attends."""
     whole, total = target.model, target.num_layers
+    if refusal(cut_config(target, layers)):
+        counts = [n for n in range(1, total) if _attends(target, n)]
+        others = f"{', '.join(map(str, counts[:9]))}, or " if counts else ""
+        raise UserError(
+            f"head.from_target_layers: {len(layers)} would make a draft of recurrent layers alone "
+            f"({', '.join(map(str, layers))} of the target's), and it drafts from the keys and "
+            f"values of attention layers; give {others}a smaller model (head.path or head.name)"
+        )
     stacks = [
         n for n, m in whole.named_modules() if isinstance(m, nn.ModuleList) and len(m) == total
     ]
@@ -183,6 +193,12 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
         )
     model.generation_config = copy.deepcopy(whole.generation_config)
     return model, given
+
+
+def _attends(target: Target, count: int) -> bool:
+    layers = chosen_layers(target.num_layers, count)
+    kinds, made = target.config.layer_types, cut_config(target, layers)
+    return not refusal(made) and made.layer_types == [kinds[i] for i in layers]
 
 
 def cut_config(target: Target, layers: list[int]) -> Any:

@@ -3,6 +3,7 @@ refused; what cannot be scored is said in one line."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.conf.errors import UserError
@@ -24,10 +26,12 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.states import BEHIND, StateCache
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.union import Union
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.config import MedusaConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
+from outrider.train.dry_run.models import model_of
 from tests.helpers.archs import HYBRID, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.engine_distribution import TableDrafter, engine_distribution
@@ -224,6 +228,9 @@ def test_trees_are_refused_for_chains() -> None:
     for drafter in (NGram(3, 6), tree):
         with pytest.raises(UserError, match=r"drafter: \S+ drafts a tree, .*@chain"):
             texts(target, drafter, [Request([5, 6], 4)])
+    union = Union([head.drafter(target), NGram(3)])
+    with pytest.raises(UserError, match=r"joins drafts .* singly.* \(medusa@chain, ngram\)"):
+        texts(target, union, [Request([5, 6], 4)])
     with pytest.raises(UserError, match=r"Lfm2Model has .*states.*; draft a chain"):
         DraftModel(target, Form.tree(3))
     cache = target.new_cache(1, 8, 3)
@@ -242,6 +249,41 @@ def test_a_hybrid_drafts_what_it_would_say(arch: str) -> None:
         run = generate(target, drafter, requests, Sampling(temperature=warm), batch_size=size)
         cycles = [cycle for answer in run.generations for cycle in answer.cycles]
         assert cycles and all(c.accepted == c.proposed or c.cut for c in cycles)
+
+
+def test_a_hybrid_that_outgrows_its_context_drafts_alike_in_a_batch() -> None:
+    """A row whose accepted tokens wait to be read has outgrown it as early as one alone."""
+    target = Target(build("llama", torch.float64))
+    target.eos_ids = ()
+    draft = DraftModel(Target(build("lfm2", torch.float64, max_position_embeddings=16)), 5)
+    requests = [Request([22, 5], 20, id=0), Request([7, 27, 9, 4], 20, id=1)]
+    found = [
+        generate(target, draft, some, Sampling(temperature=1.0), batch_size=2, seed=5).generations
+        for some in (requests[:1], requests)
+    ]
+    assert found[0][0].token_ids == found[1][0].token_ids
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "jamba", "llama"])
+def test_a_row_without_news_stays_as_it_is(arch: str) -> None:
+    """Where others in a union have more accepted than fits into a pass, one row waits: what it
+    predicts next is what it predicts alone."""
+    draft = DraftModel(Target(build(arch, max_position_embeddings=40)), 1)
+    texts = [torch.randint(3, VOCAB, (40,)).split([30, 8, 1, 1])]
+    texts += [torch.randint(3, VOCAB, (38,)).split([5, 1, 30, 2])]
+
+    def told(rows: list[Any]) -> Tensor:
+        draft.reset(len(rows), 60)
+        draft.begin([row[0][:1] for row in rows], Sampling())
+        for each in zip(*rows, strict=True):
+            new = [ids[len(ids) in (30, 5) :] for ids in each]
+            counts = torch.tensor([len(ids) for ids in new])
+            draft.observe(pad_sequence(new, True), None, counts, slice(0, len(rows)))
+        return draft.state
+
+    both = told(texts)
+    for row, alone in zip(both, texts, strict=True):
+        torch.testing.assert_close(row, told([alone])[0], atol=2e-4, rtol=1e-3)
 
 
 def test_kernels_that_are_not_installed_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,3 +331,23 @@ def test_what_cannot_be_scored_is_said_before_weights_are_read(
     with pytest.raises(UserError, match=f"target: .*{match}") as caught:
         load_target(TargetConfig(kind="local", path=str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "match"),
+    [
+        ("lfm2", {"num_hidden_layers": 9, "layer_types": ["conv"]}, "num_hidden_layers"),
+        ("qwen2_5_vl", {"text_config": [1]}, "text_config"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_named(
+    kind: str, change: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    """By loading, and by what a run is foretold from."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **change}))
+    cfg = TargetConfig(kind="local", path=str(tmp_path))
+    for asked, where in ((load_target, str(path)), (lambda c: model_of(c).built, tmp_path.name)):
+        with pytest.raises(UserError, match=f"target: .*{where}.*{match}") as caught:
+            asked(cfg)
+        assert "\n" not in str(caught.value)

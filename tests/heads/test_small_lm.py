@@ -109,6 +109,17 @@ def test_cutting_leaves_the_chosen_layers() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_cut_without_attention_is_refused() -> None:
+    """With the counts that keep some of it, each of which drafts."""
+    target = Target(build("lfm3"))  # the two in the middle attend
+    with pytest.raises(UserError, match=r"^head.from_target_layers: 2 would .* draft .*give 3, "):
+        SmallLM.for_target(target, SmallLMConfig(from_target_layers=2))
+    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=3))
+    assert all(map(len, texts(target, head.drafter(target), requested(1))))
+    with pytest.raises(UserError, match=r"layers; give a smaller model \(head.path or head.name"):
+        cut(Target(build("bamba")), [0])
+
+
 def test_frozen_weights_are_the_targets_own_and_not_stored(tmp_path: Path) -> None:
     target = tiny_target(layers=3)
     head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2))

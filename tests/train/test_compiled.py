@@ -3,6 +3,7 @@ any failure."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def test_a_real_compiler_gives_the_same_features() -> None:
         not said
         and difference(found.features(*given(3, 20)), target.features(*given(3, 20))) < 1e-5
     )
+
+
+def test_a_layer_keeps_the_forward_it_was_given() -> None:
+    """accelerate's hooks stand there."""
+    target = tiny_target(layers=4)
+    found, _ = compiled(target, "eager")
+    first, *_ = target.tapped_layers
+    first.forward = given_to = functools.partial(type(first).forward, first)
+    found.features(*given(2, 9))
+    assert first.forward is given_to
 
 
 def broken(*_: Any) -> Any:

@@ -36,10 +36,10 @@ class Model:
         try:
             config = AutoConfig.for_model(given.pop("model_type", ""), **given)
             return text.empty(config)
-        except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        except Exception as error:  # of many kinds, all of them about the config
             raise UserError(
                 f"target: transformers makes no causal language model of {self.name}'s config "
-                f"({first_line(error)}); choose a target that it knows"
+                f"({first_line(error.__cause__ or error)}); choose a target that it knows"
             ) from None
 
     @property
