@@ -73,7 +73,7 @@ class StateCache(TreeCache):
         the text before them, and keep the last."""
         key = ("conv", layer_idx, state_idx)
         before, new = self.state.get(key), conv_states.shape[-1]
-        if before is None:  # nothing stands before a text
+        if before is None:  # a text begins
             size = conv_kernel_size or new
             whole = F.pad(conv_states, (max(0, size - new), 0))
         else:

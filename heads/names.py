@@ -29,7 +29,7 @@ CARD = "head.json"  # of a head's folder, what it is
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """What is asked of a drafter: by its name, and by what tuning has left beside it.
+    """What is asked of a drafter: by its name, and by what tuning has left in its folder.
 
     source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain",
     "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. width: nodes that a

@@ -68,7 +68,7 @@ class PassLimits:
 
 
 @dataclass(frozen=True)
-class Forced:
+class TeacherForced:
     """hit, sure: [B, T, S] bool at (row, place of the first token to draft, level): the
     training pass drafts the text's token there; and by more than rounding, either way. seen:
     [B, T, S] bool, the place was looked at."""
@@ -79,7 +79,7 @@ class Forced:
 
 
 @torch.no_grad()
-def judge(head: Head, batch: Batch, target: Target, levels: int) -> Forced:
+def judge(head: Head, batch: Batch, target: Target, levels: int) -> TeacherForced:
     """Return where the supervised text of `batch` is what a chain of `levels` would draft.
     A tie goes to the token that argmax takes, and is not sure."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
@@ -93,7 +93,7 @@ def judge(head: Head, batch: Batch, target: Target, levels: int) -> Forced:
         spot = flat - level
         hit[spot, level], seen[spot, level] = right, True
         sure[spot, level] = lead > ROUNDING[target.dtype] * z.abs().amax(-1)
-    return Forced(*(t.view(*batch.ids.shape, levels) for t in (hit, sure, seen)))
+    return TeacherForced(*(t.view(*batch.ids.shape, levels) for t in (hit, sure, seen)))
 
 
 @dataclass
@@ -276,18 +276,20 @@ class _Run:
                 f"tokens of {who}, so they were not compared"
             )
 
-    def _tables(self, generations: list[Generation]) -> list[Forced] | None:
+    def _tables(self, generations: list[Generation]) -> list[TeacherForced] | None:
         """Return for each answer the tables [n, S], row k: the draft that follows after k
         generated tokens; None when the head has no teacher-forced pass."""
         if type(self.head).teacher_forced is Head.teacher_forced:
             return None
-        out: list[Forced] = []
+        out: list[TeacherForced] = []
         texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in generations]
         for rows, batch in _batches(texts, self.target, self.room):
             found = judge(self.head, batch, self.target, self.depth)
             for b, i in enumerate(rows):
                 part = slice(texts[i][1], len(texts[i][0]))
-                out.append(Forced(*(t[b, part].cpu() for t in (found.hit, found.sure, found.seen))))
+                out.append(
+                    TeacherForced(*(t[b, part].cpu() for t in (found.hit, found.sure, found.seen)))
+                )
         return out
 
     @torch.no_grad()
@@ -373,7 +375,7 @@ class _Judged:
     wrong: int = 0
     blind: int = 0
 
-    def add(self, table: Forced, generation: Generation) -> None:
+    def add(self, table: TeacherForced, generation: Generation) -> None:
         """Judge the cycles of one answer."""
         replayed = replace(generation, cycles=self._replay(table, generation))
         self.clean.append(stats.split(replayed).clean)
@@ -387,7 +389,7 @@ class _Judged:
                 self.wrong += over or under
                 self.blind += not bool(seen[: min(j + 1, cycle.proposed)].all())
 
-    def _replay(self, table: Forced, generation: Generation) -> list[Cycle]:
+    def _replay(self, table: TeacherForced, generation: Generation) -> list[Cycle]:
         """Return the cycles that the training pass makes of an answer; the last, cut ones
         are left out."""
         accepted = table.hit.int().cumprod(1).sum(1).tolist()

@@ -9,8 +9,8 @@ One line for each problem, and exit code 1 if there is any. Nothing is loaded or
 
 At most 8 minutes on a GPU: steps of training and answers of one row, with random weights in the
 shapes of published models (`shape`), so that nothing is downloaded; tokens/s, the share of what a
-product reaches here, where the time goes, what compiled layers bring, and what the dry run predicts
-beside it; out=FILE.json keeps it as it goes.
+product reaches here, where the time goes, what compiled layers bring, and what the dry run
+predicts. out=FILE.json keeps it as it goes.
 """
 
 from __future__ import annotations

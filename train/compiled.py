@@ -1,5 +1,5 @@
-"""The target's layers compiled for training passes: what lies between their products becomes few
-kernels, one graph for all layers and lengths. The target itself stays as it was loaded, for
+"""The target's layers compiled for training passes: the operations between their products become
+few kernels, one graph for all layers and lengths. The target itself stays as it was loaded, for
 decoding and for everybody else.
 """
 

@@ -37,14 +37,14 @@ EARLIER = {"head.mask_token": -1}  # what runs without these keys did
 OF_LAYERS = ("head.intermediate_size",)  # earlier runs had the target's
 
 
-def is_logistics(key: str) -> bool:
+def may_change(key: str) -> bool:
     """Return whether a dotted key may change between a run and its resumption."""
     return any(key == known or key.startswith(known + ".") for known in MAY_CHANGE)
 
 
 def meaning_hash(keys: dict[str, Any]) -> str:
     """Return the sha256 over the dotted keys that decide what is learned."""
-    kept = {k: v for k, v in keys.items() if not is_logistics(k)}
+    kept = {k: v for k, v in keys.items() if not may_change(k)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -63,7 +63,7 @@ def meaning_of(keys: dict[str, Any], target: Target, rows: JoinedRows) -> dict[s
 def identity_of(out: Path, meaning: dict[str, Any]) -> str:
     """Return what identifies a run for a tracker: the folder, and what is learned from which
     target and data. Keys that may follow when a run is resumed do not count."""
-    kept = {k: v for k, v in meaning.items() if not is_logistics(k) and k not in REPLANNED}
+    kept = {k: v for k, v in meaning.items() if not may_change(k) and k not in REPLANNED}
     place = str(out.expanduser().resolve())
     return hashlib.sha256(json.dumps([place, kept], sort_keys=True).encode()).hexdigest()
 
@@ -92,7 +92,7 @@ def check_meaning(
     refused = [
         f"{k}: {_show(saved, k)} in the checkpoint, {_show(now, k)} now"
         for k in changed
-        if not is_logistics(k) and (k in fixed or not _may_follow(k, saved, now))
+        if not may_change(k) and (k in fixed or not _may_follow(k, saved, now))
     ]
     if refused:
         raise UserError(
@@ -107,7 +107,7 @@ def _is_gone(key: str, value: Any) -> bool:
     group, _, name = key.partition(".")
     if group == "head":
         return is_left(name, value)
-    return bool(is_logistics(key) or left("keys", key) or left("keys", group))
+    return bool(may_change(key) or left("keys", key) or left("keys", group))
 
 
 def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ class Run:
 
     head: what is trained. model: the head as it is called, wrapped in DDP on several ranks.
     store: features that are read in place of the target's pass. state: the state of the run.
-    fast: what gives a pass its features without a store: the target, or with compiled layers.
+    source: the target of passes without a store, as it is or with compiled layers.
     ready: the rows of the steps before this one are there (train.following); 0: not asked yet.
     """
 
@@ -58,7 +58,7 @@ class Run:
     clock: Clock
     flops: Flops
     profile: torch.profiler.profile | None
-    fast: Any
+    source: Any
     ready: int = 0
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class Run:
         without a wait."""
         batch = self.rows.batch(rows)
         batch = dataclasses.replace(batch, plan=self.head.plan(batch, step))
-        target = CachedTarget(self.target, self.store, batch) if self.store else self.fast
+        target = CachedTarget(self.target, self.store, batch) if self.store else self.source
         return batch.pinned() if self.device.type == "cuda" else batch, target
 
     def exchange(self, sums: Sums) -> Shared:

@@ -104,13 +104,13 @@ def begin(
     learned = self_check(rows, plan, target.tokenizer)
     for note in filter(None, (learned, *made.notes, *begun, sharding)):
         log.say(note)
-    fast = passes_of(target, device, log.say) if cfg.compile == "auto" and not store else target
+    source = passes_of(target, device, log.say) if cfg.compile == "auto" and not store else target
     head.train()
     model = _called(accelerator, head)
     parts = accelerator, stop, target, rows, plan, head, model, store, optimizer, state, log
     saver = disk.Saver(out, cfg.keep, accelerator, state.step or -1)
     profile = profiler(cfg.profile, state.step, out) if main else None
-    return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile, fast)
+    return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile, source)
 
 
 def _check_space(out: Path, head: Head, keep: int) -> None:

@@ -1,6 +1,6 @@
-"""The language model of a checkpoint that also sees or hears (Mistral 3, Qwen-VL, Llama 4, Gemma
-3 and 4): transformers' own class, without the parts that no text passes through. Their weights
-are never read.
+"""The language model of a vision-language checkpoint (Mistral 3, Qwen-VL, Llama 4, Gemma 3 and
+4): transformers' own class, without the parts that no text passes through, whose weights are never
+read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def beside(config: Any) -> bool:
 
 
 def model_class(config: Any) -> Any:
-    """Return what makes a language model of `config`, by `from_pretrained`: of one that stands
-    beside other parts a class whose models come without these, else transformers' own choice.
+    """Return what makes a language model of `config`, by `from_pretrained`: of a part among others
+    a class whose models come without these, else transformers' own choice.
     Raises UserError where it cannot be told which part reads text."""
     if not beside(config):
         return AutoModelForCausalLM

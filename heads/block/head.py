@@ -34,7 +34,7 @@ from outrider.heads.layers.head import LayeredHead, LayeredSaved
 from outrider.heads.losses import Taught, by_level, chunk_of, chunked_loss
 
 MEASURED = 64  # tokens by which the size of the tapped features is measured
-FORCED = 64  # blocks of a row that a forced pass runs at a time
+AT_A_TIME = 64  # blocks of a row in the teacher-forced pass
 
 
 @dataclass(kw_only=True)
@@ -169,7 +169,7 @@ class BlockHead(LayeredHead):
         proj = self.projection(target).to(target.dtype)
         tokens, supervised = batch.ids.reshape(-1), (batch.loss_mask & batch.mask).reshape(-1)
         feats = target.features(batch.ids, batch.mask, self.taps)
-        parts = every(batch, FORCED)
+        parts = every(batch, AT_A_TIME)
         hidden = self._unroll(batch, target, feats, parts, slots)
         for anchors, h in zip(parts, hidden, strict=True):
             flat, there = anchors.labels(batch, slots)

@@ -187,7 +187,7 @@ def norm_weight(norm: Any, target: Target) -> Tensor:
 def final_norm(target: Target) -> Tensor | None:
     """Return the factor [D] of the target's last norm; None where no known name leads to it."""
     names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-    body = getattr(target.body, "language_model", target.body)  # of a model that also sees
+    body = getattr(target.body, "language_model", target.body)  # of vision-language models
     norm = next((n for name in names if (n := getattr(body, name, None)) is not None), None)
     return norm_weight(norm, target) if isinstance(norm, nn.Module) else None
 

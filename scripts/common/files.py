@@ -140,7 +140,7 @@ def processor() -> str:
 def sole_writer(path: Path) -> Iterator[None]:
     """Hold a file or folder that a command writes against a second process.
 
-    The mark beside it goes when the block ends.
+    Its lock file goes when the block ends.
     Raises UserError when another process holds it, or nothing can be written there.
     """
     from filelock import FileLock, Timeout

@@ -17,7 +17,7 @@ from outrider.scripts.common.files import write_json
 
 class Ledger:
     """FILE, rows in the order in which they were answered until `finish` sorts them, and
-    FILE.meta.json beside it: the settings. numbers: questions whose rows are on file. tally:
+    FILE.meta.json: the settings. numbers: questions whose rows are on file. tally:
     answers, and those that were cut.
 
     Continues what is there; a line that a kill cut short goes. Raises UserError: a foreign or

@@ -83,11 +83,11 @@ def check_head(
         behind = text[len(prompt) : -1].cpu()
         theirs = file.logits(prompt.cpu(), features, behind)[:count]
         theirs = theirs if ids is None else theirs[:, ids.cpu()]
-        out.add(theirs, forced_logits(twin, target, text, len(prompt)).cpu())
+        out.add(theirs, teacher_forced_logits(twin, target, text, len(prompt)).cpu())
     return out
 
 
-def forced_logits(head: Head, target: Target, text: Tensor, start: int) -> Tensor:
+def teacher_forced_logits(head: Head, target: Target, text: Tensor, start: int) -> Tensor:
     """[K, Vd]: of the tokens from place `start` of text [start + K] on, as the head guesses each
     behind those before it and the features of the first start - 1."""
     mask = torch.ones_like(text, dtype=torch.bool)[None]

@@ -271,9 +271,9 @@ def _compiled(run: Run, steps: int, plain: float) -> dict[str, Any]:
     """Return what compiled layers of the target bring, and how far the loss of a pass goes from
     the plain one's."""
     said, batch = list[str](), run.make(0, run.passes(0)[0])[0].to(run.device)
-    run.fast = passes_of(run.target, run.device, said.append)
+    run.source = passes_of(run.target, run.device, said.append)
     with torch.no_grad():
-        losses = [float(run.head(batch, target).sum) for target in (run.target, run.fast)]
+        losses = [float(run.head(batch, target).sum) for target in (run.target, run.source)]
     rate = _rate(run, steps)
     change = abs(losses[1] / losses[0] - 1)
     return {"tokens_per_second": rate, "speedup": rate / plain, "loss_change": change, "said": said}

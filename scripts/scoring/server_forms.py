@@ -172,7 +172,7 @@ def next_scores(kind: str, model: str, ids: list[int], top: int) -> Question:
     """Return what asks for the scores of the place behind a text, by an answer of one token,
     which no draft touches."""
     body: dict[str, Any]
-    if kind == LLAMACPP:  # greedy, with the raw distribution beside it
+    if kind == LLAMACPP:  # greedy, with the raw distribution
         body = {"prompt": ids, "n_predict": 1, "temperature": -1.0, "n_probs": top}
         body |= {"cache_prompt": True, "samplers": []}
         about = f"n_probs={top}, which a server that drafts does not give"

@@ -127,7 +127,7 @@ def page(table: dict[str, dict[str, Any]]) -> str:
             a for a in table if a not in HYBRID and a not in SEEING
         ],
         "Recurrent or convolution state beside attention": [a for a in table if a in HYBRID],
-        "The language model of a checkpoint that also sees": [a for a in table if a in SEEING],
+        "The language model of a vision-language checkpoint": [a for a in table if a in SEEING],
     }
     for title, archs in kinds.items():
         lines += ["", f"## {title}", "", "| class | training | chain | tree | engines |"]

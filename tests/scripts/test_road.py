@@ -19,12 +19,11 @@ from tests.scripts.test_check import llamacpp
 def test_from_questions_to_a_checked_server(tmp_path: Path) -> None:
     target = ["target=tiny", *(f"target.{key}={value}" for key, value in DEEP.items())]
 
-    def outrider(*words: str) -> str:
+    def outrider(*words: str) -> None:
         run = [sys.executable, "-c", "from outrider.scripts.cli import main; main()", *words]
         environment = {**os.environ, "OUTRIDER_CACHE": str(tmp_path / "cache")}
         done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
-        return done.stdout + done.stderr
 
     (tmp_path / "mine.jsonl").write_text(
         "".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(16))
@@ -51,5 +50,4 @@ def test_from_questions_to_a_checked_server(tmp_path: Path) -> None:
     )
     served = {"model": str(file), "draft": str(tmp_path / "export/draft.gguf")}
     with llamacpp(tmp_path, **served, method="EAGLE3", draft_tokens=3) as url:
-        said = outrider("check", f"url={url}", "expected=export")
-    assert "serves what was trained" in said
+        outrider("check", f"url={url}", "expected=export")  # 0: it serves what was trained

@@ -148,7 +148,7 @@ def test_a_run_that_could_decide_nothing_is_refused_before_it_asks(
 ) -> None:
     code, _ = certify("http://127.0.0.1:9", tmp_path, prompts, "tokens=200")
     said = capsys.readouterr().err
-    assert code == 2 and "tokens: 200 with url decide nothing; set 400" in said
+    assert code == 2 and "tokens: 200" in said and "400" in said
 
 
 # --- the test server with rules that engines shipped

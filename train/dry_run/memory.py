@@ -147,7 +147,7 @@ def _eagle(plan: Plan) -> Kept:
     step = taught * (enter + mlp + more + (d if cfg.norm_output else 0))
     kept, again = first + (cfg.steps - 1) * step, 0
     if cfg.activation_checkpointing:
-        again = step + 2 * taught * m  # the MLP's gradients beside it
+        again = step + 2 * taught * m  # and the MLP's gradients
         kept = (every + cfg.steps * taught) * 2 * g + cfg.steps * taught * d
     fc = 3 * d**2 if third else 0
     products = fc * every + 2 * d * (a + 2 * g) * (every - taught)

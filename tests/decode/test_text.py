@@ -1,4 +1,4 @@
-"""The language model of a checkpoint that also sees: found by its config, loaded without the vision
+"""The language model of a vision-language checkpoint: found by its config, loaded without the vision
 part, decoded as transformers decodes it, or refused in one line."""
 
 from __future__ import annotations
