@@ -217,7 +217,8 @@ def figures(budget: Budget, spent: dict[str, dict[str, Any]]) -> dict[str, Any]:
             about = {"questions": f"{kind} its data", "temperature": one["settings"]["temperature"]}
             for row in one["drafters"][1:]:
                 kept = {key: row[key] for key in ("accepted_length", "speedup", "doubts")}
-                rows.append({**about, "drafter": row["name"], **kept, "lossless": row["lossless"]})
+                equal = {k: n for k, n in (row["lossless"] or {}).items() if k != "differences"}
+                rows.append({**about, "drafter": row["name"], **kept, "lossless": equal})
     return {**files.origin(), "steps": spent, "runs": [{"all": whole, "rows": rows}]}
 
 

@@ -84,7 +84,7 @@ def table(report: dict[str, Any], **more: Any) -> Table:
         ("accepted at 1…4", positions),
     ]
     if report["settings"]["temperature"] == 0:
-        columns.append(("same tokens as none", equality))
+        columns.append(("same as none", equality))
     more = {"title": title(report), "notes": notes(report)} | more
     return Table.of(columns, report["drafters"], **more)
 
@@ -104,7 +104,7 @@ def notes(report: dict[str, Any]) -> list[str]:
     compared = {r["label"]: r["lossless"] for r in rows if r.get("lossless")}
     asked = report["settings"]["num_prompts"]
     if more := [found["checked"] for found in compared.values() if found["checked"] > asked]:
-        lines.append(f"same tokens: {asked} prompts have {max(more)} turns, an answer each.")
+        lines.append(f"same as none: {asked} prompts have {max(more)} turns, an answer each.")
     if near := [label for label, found in compared.items() if found["within_rounding"]]:
         lines.append(
             f"+k≈ ({', '.join(near)}): k answers part where two tokens are equally likely up to "

@@ -189,7 +189,7 @@ def test_answers_that_part_are_counted_in_the_table(report: dict[str, Any]) -> N
     assert fast[0] == "fast" and fast[2].startswith("2.00") and fast[-1] == "1/2 +1≈"
     assert any(line.startswith("+k≈ (none, fast)") for line in score_table.notes(report))
     report["settings"]["num_prompts"] = 1
-    assert "same tokens: 1 prompts have 2 turns, an answer each." in score_table.notes(report)
+    assert any("1 prompts have 2 turns" in line for line in score_table.notes(report))
     report["drafters"][1]["lossless"]["beyond_rounding"] = 1
     assert any("NOT LOSSLESS" in line for line in score_table.notes(report))
 
