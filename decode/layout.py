@@ -7,7 +7,7 @@ is the last committed token, slot i + 1 is node i.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.conf.errors import UserError
 
 Span = tuple[int, int, int]
+Run = tuple[Span, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +25,13 @@ class Inner:
     """The slots of a layout that have children, of all levels in one table, I of a row.
 
     slots: [B, I] int64, level by level; where a row has fewer, slots without. kids: [B, I, C]
-    int64 their children in draw order, N where none is. spans: of every level of slots, the
+    int64 their children in draw order, N where none is. runs: of every level of slots, the
     root's first, where it begins and ends in `slots`, and the most children that one of them
-    has."""
+    has; levels of one slot with one child stand in a run with the level behind them."""
 
     slots: Tensor
     kids: Tensor
-    spans: tuple[Span, ...]
+    runs: tuple[Run, ...]
 
 
 class Places(NamedTuple):
@@ -49,29 +50,26 @@ class Places(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def places(inner: Inner, spans: tuple[Span, ...], count: int, n: int) -> Places:
-    """Return the slots of neighbouring levels, of `count` rows of `n` nodes."""
-    here, ranks = slice(spans[0][0], spans[-1][1]), max(most for *_, most in spans)
-    slots = inner.slots[:, here].expand(count, -1).T.reshape(-1)
-    kids = inner.kids[:, here, :ranks].expand(count, -1, -1).transpose(0, 1).reshape(-1, ranks)
+def places(
+    inner: Inner, runs: tuple[Run, ...], count: int, n: int
+) -> tuple[Places, tuple[Run, ...]]:
+    """Return the slots of neighbouring levels, of `count` rows of `n` nodes, and where the runs
+    stand among them."""
+    begin, end, ranks = (
+        runs[0][0][0],
+        runs[-1][-1][1],
+        max(most for run in runs for *_, most in run),
+    )
+    slots = inner.slots[:, begin:end].expand(count, -1).T.reshape(-1)
+    kids = inner.kids[:, begin:end, :ranks].expand(count, -1, -1).transpose(0, 1).reshape(-1, ranks)
     rows = torch.arange(count, device=slots.device).repeat(len(slots) // count)
     start, above = (rows * (n + 2))[:, None], (rows * n)[:, None]
+    moved = (
+        tuple(((a - begin) * count, (b - begin) * count, most) for a, b, most in run)
+        for run in runs
+    )
     nodes = kids.clamp(max=n - 1) + above
-    return Places(rows, slots, kids, slots + start[:, 0], kids + 1 + start, nodes)
-
-
-def runs(spans: Sequence[Span], count: int) -> Iterator[list[Span]]:
-    """Yield `spans` as places of `count` rows, in runs, of whose levels all but the last have slots
-    with one child only."""
-    run = list[Span]()
-    for start, stop, most in spans:
-        begin = spans[0][0]
-        run.append(((start - begin) * count, (stop - begin) * count, most))
-        if most > 1:
-            yield run
-            run = []
-    if run:
-        yield run
+    return Places(rows, slots, kids, slots + start[:, 0], kids + 1 + start, nodes), tuple(moved)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class TreeLayout:
 
     def to(self, device: torch.device) -> TreeLayout:
         """Return the same on `device`, `inner` with it."""
-        inner = Inner(self.inner.slots.to(device), self.inner.kids.to(device), self.inner.spans)
+        inner = Inner(self.inner.slots.to(device), self.inner.kids.to(device), self.inner.runs)
         return TreeLayout(self.parents.to(device), self.depth.to(device), self.levels, inner)
 
     @functools.cached_property
@@ -134,22 +132,24 @@ class TreeLayout:
             return self.known
         (rows, n), above = self.parents.shape, self.parents + 1
         kids = above.new_zeros(rows, n + 1).scatter_add_(1, above, torch.ones_like(above))
-        slots, used, spans = [above[:, :0]], [above[:, :0].bool()], list[Span]()
+        slots, used, runs = [above[:, :0]], [above[:, :0].bool()], list[Run]()
+        start, ranks, alone = 0, 0, False
         for level in range(self.levels):
             here = (kids > 0) & (self.positions == level)
             count, most = int(here.sum(1).amax()), int(kids.where(here, 0).amax())
             slots.append((~here).view(torch.uint8).argsort(dim=1, stable=True)[:, :count])
             used.append(here.gather(1, slots[-1]))
-            start = spans[-1][1] if spans else 0
-            spans.append((start, start + count, most))
-        slot, ranks = torch.cat(slots, 1), max((most for *_, most in spans), default=0)
+            before = runs.pop() if alone else ()
+            runs.append((*before, (start, start + count, most)))
+            start, ranks, alone = start + count, max(ranks, most), count == most == 1
+        slot = torch.cat(slots, 1)
         place = above.new_zeros(rows, n + 2)  # of every slot in the table
         number = torch.arange(slot.shape[1], device=slot.device).expand_as(slot)
         place.scatter_(1, slot.where(torch.cat(used, 1), n + 1), number)
         table = above.new_full((rows, slot.shape[1] * ranks), n)
         node = torch.arange(n, device=slot.device).expand_as(above)
         table.scatter_(1, place.gather(1, above) * ranks + self.rank, node)
-        return Inner(slot, table.view(rows, slot.shape[1], ranks), tuple(spans))
+        return Inner(slot, table.view(rows, slot.shape[1], ranks), tuple(runs))
 
     @functools.cached_property
     def paths(self) -> Tensor:

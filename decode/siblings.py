@@ -20,13 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.decode import devices
-from outrider.decode.layout import Places, Span, places, runs
+from outrider.decode.layout import Places, Run, places
 from outrider.decode.residual import NOTHING, Siblings
 from outrider.decode.sampling import Distribution, Support
 from outrider.decode.tree import DraftTree, Proposal
-
-# On a CPU no more elements of logits than these are read together: larger arrays leave its cache.
-TOGETHER = 200_000
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,14 @@ class SiblingGroup:
 
     valid: [R, C] bool, which of the children are there; a slot whose first is not is
     nobody's parent, and nothing of it counts. tokens: [R, C] int64 theirs. runs: as of
-    `layout.runs`. support, undefined: the target's distributions, and where its logits make
-    none. vocab: [Vd], where the columns are those of a draft vocabulary.
+    `layout.Inner`, among the R. support, undefined: the target's distributions, and where its
+    logits make none. vocab: [Vd], where the columns are those of a draft vocabulary.
     """
 
     places: Places
     valid: Tensor
     tokens: Tensor
-    runs: list[list[Span]]
+    runs: tuple[Run, ...]
     siblings: Siblings
     support: Support
     undefined: Tensor
@@ -82,28 +79,19 @@ def groups(tree: DraftTree, distribution: Distribution, reached: Tensor) -> Iter
     """Read all slots of `tree` that have children: in one go, without a host read.
 
     On a CPU only those that the caller has found to be `reached` [B, N + 2] with a probability
-    above 0, level by level where a level is large, or a distribution costs much."""
+    above 0, run by run."""
     inner, (count, n) = tree.layout.inner, tree.tokens.shape
-    pieces, most = [inner.spans], 0
-    if devices.on_cpu(reached):
-        pieces = list[tuple[Span, ...]]()
-        if not distribution.sampling.truncates:
-            most = TOGETHER // (count * distribution.vocab_size)
-        for span in inner.spans:
-            if pieces and span[1] - pieces[-1][0][0] <= most:
-                pieces[-1] += (span,)
-            else:
-                pieces.append((span,))
-    for spans in pieces:
-        found = places(inner, spans, count, n)
-        valid, parts = found.kids < tree.size[found.rows, None], list(runs(spans, count))
-        if devices.on_cpu(reached) and len(spans) == 1:
+    asks = devices.on_cpu(reached)
+    for runs in [(run,) for run in inner.runs] if asks else [inner.runs]:
+        found, parts = places(inner, runs, count, n)
+        valid = found.kids < tree.size[found.rows, None]
+        if asks:
             here = (valid[:, 0] & (reached.take(found.own) > 0)).nonzero()[:, 0]
             if not len(here):
                 return
-            if len(here) < len(valid):
+            if len(here) < len(valid) and len(runs[0]) == 1:
                 found, valid = Places(*(t[here] for t in found)), valid[here]
-                parts = [[(0, len(here), spans[0][2])]]
+                parts = (((0, len(here), runs[0][0][2]),),)
         yield _read(tree, distribution, found, valid, parts)
 
 
@@ -112,7 +100,7 @@ def _read(
     distribution: Distribution,
     found: Places,
     valid: Tensor,
-    parts: list[list[Span]],
+    runs: tuple[Run, ...],
 ) -> SiblingGroup:
     proposal, ranks = tree.proposal, valid.shape[1]
     assert proposal is not None and tree.sampled is not None
@@ -137,7 +125,7 @@ def _read(
     p, q, column = _on_columns(support, proposal, q, tokens, place, valid & ~known)
     siblings = Siblings(p, q, column, scale, q_token)
     vocab = proposal.vocab if support.ids is None else None
-    return SiblingGroup(found, valid, tokens, parts, siblings, support, undefined, vocab)
+    return SiblingGroup(found, valid, tokens, runs, siblings, support, undefined, vocab)
 
 
 def _drawn(q: Tensor, place: Tensor, sampled: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def test_layout_against_plain_python(parents: list[int]) -> None:
     assert {s: [k for k in kids if k < n] for s, kids in zip(slots, table, strict=True)} == {
         slot: kids for slot, kids in below.items() if kids
     }
-    for level, (start, stop, most) in enumerate(inner.spans):
+    for level, (start, stop, most) in enumerate(span for run in inner.runs for span in run):
         here = slots[start:stop]
         assert layout.positions[0, here].tolist() == [level] * len(here)
         assert most == max(len(below[slot]) for slot in here)
