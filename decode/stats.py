@@ -60,12 +60,18 @@ class Position:
     """
 
     position: int
-    conditional: float
-    unconditional: float
+    conditional: Interval
+    unconditional: Interval
     trials: int
 
     def json(self) -> dict:
-        return asdict(self)
+        rates = {name: getattr(self, name) for name in ("conditional", "unconditional")}
+        return {
+            "position": self.position,
+            **{name: rate.mean for name, rate in rates.items()},
+            "trials": self.trials,
+            **{f"{name}_interval": rate.json() for name, rate in rates.items()},
+        }
 
 
 def loop_starts(tokens: Sequence[int]) -> list[bool]:
@@ -223,33 +229,13 @@ def _resampled(statistic: Callable[[np.ndarray], np.ndarray], count: int, seed: 
     return Interval(mean, float(low), float(high))
 
 
-def acceptance_by_position(cycles: Iterable[Cycle]) -> list[Position]:
-    """Return acceptance at every level that some cycle proposed."""
-    known = list(cycles)
-    out = []
-    for d in range(1, max((c.proposed for c in known), default=0) + 1):
-        hits = sum(c.accepted >= d for c in known)
-        trials = sum(c.proposed >= d and c.accepted >= d - 1 for c in known)
-        out.append(
-            Position(d, hits / trials if trials else float("nan"), hits / len(known), trials)
-        )
-    return out
-
-
-def position_intervals(
-    per_prompt: Sequence[Sequence[Cycle]], seed: int = 0
-) -> list[tuple[Interval, Interval]]:
-    """(conditional, unconditional) acceptance of every level that some cycle proposed,
-    resampled by prompt.
-    """
+def acceptance_by_position(per_prompt: Sequence[Sequence[Cycle]], seed: int = 0) -> list[Position]:
+    """Return acceptance at every level that some cycle proposed, resampled by prompt."""
     out = []
     for d in range(1, max((c.proposed for g in per_prompt for c in g), default=0) + 1):
         hits = [sum(c.accepted >= d for c in g) for g in per_prompt]
         trials = [sum(c.proposed >= d and c.accepted >= d - 1 for c in g) for g in per_prompt]
-        out.append(
-            (
-                ratio_interval(hits, trials, seed),
-                ratio_interval(hits, [len(g) for g in per_prompt], seed),
-            )
-        )
+        conditional = ratio_interval(hits, trials, seed)
+        unconditional = ratio_interval(hits, [len(g) for g in per_prompt], seed)
+        out.append(Position(d, conditional, unconditional, sum(trials)))
     return out

@@ -153,9 +153,7 @@ def figures(every: Sequence[Generation], shape: str) -> dict[str, Any]:
         "cut": sum(len(p.cut) for p in parts),
         "loop": sum(len(p.loop) for p in parts),
         "tokens": sum(len(g.token_ids) for g in every),
-        "unconditional": [
-            p.unconditional for p in acceptance_by_position(c for g in clean for c in g)
-        ],
+        "unconditional": [p.unconditional.mean for p in acceptance_by_position(clean)],
     }
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from outrider.decode import stats
-from outrider.decode.engine import Cycle
 from outrider.heads.names import NONE
 from outrider.scripts.scoring import pace
 from outrider.scripts.scoring.interleaved import Contest, ScoredAnswer, System
@@ -169,7 +168,9 @@ class Scores:
             "tokens": sum(len(a.generation.token_ids) for p in answers for a in answers[p]),
             "cycles": sum(map(len, clean.values())),
             "accepted_length": stats.accepted_length(clean.values()).json(),
-            "acceptance_by_position": [] if system.server else positions([*clean.values()]),
+            "acceptance_by_position": []
+            if system.server
+            else [place.json() for place in stats.acceptance_by_position([*clean.values()])],
             "cut_cycles": {
                 "cycles": len(cut),
                 "draft_tokens_accepted": sum(c.accepted for c in cut),
@@ -213,17 +214,6 @@ class Scores:
             why += self.few((a, b))
             out.append({"a": a, "b": b, "speed_ratio": self.speedup(a, b), "doubts": why})
         return out
-
-
-def positions(clean: Sequence[Sequence[Cycle]]) -> list[dict[str, Any]]:
-    """Return acceptance at every depth that some cycle of `clean` [prompt][cycle] proposed."""
-    flat = [c for cycles in clean for c in cycles]
-    return [
-        {**p.json(), "conditional_interval": c.json(), "unconditional_interval": u.json()}
-        for p, (c, u) in zip(
-            stats.acceptance_by_position(flat), stats.position_intervals(clean), strict=True
-        )
-    ]
 
 
 def output_lines(contest: Contest) -> list[dict[str, Any]]:
