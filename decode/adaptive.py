@@ -19,7 +19,7 @@ from outrider.decode.tree import DraftTree
 
 
 class Wrapped:
-    """Delegate to `inner`; a subclass says what it does otherwise."""
+    """Does as `inner`; a subclass says what it does otherwise."""
 
     name: str
     shape: str
@@ -34,21 +34,6 @@ class Wrapped:
         if name == "inner":  # not yet set: a copy is being made
             raise AttributeError(name)
         return getattr(self.inner, name)
-
-    def reset(self, rows: int, max_len: int) -> None:
-        self.inner.reset(rows, max_len)
-
-    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        self.inner.begin(prompts, sampling)
-
-    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        self.inner.observe(tokens, feats, n, rows)
-
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        return self.inner.propose(budget, sampling, rng)
-
-    def select(self, rows: list[int]) -> None:
-        self.inner.select(rows)
 
 
 PRIOR_MEAN, PRIOR_WEIGHT, RATE_MEMORY = 0.6, 4.0, 0.95
@@ -78,14 +63,14 @@ class Adaptive(Wrapped):
 
     def reset(self, rows: int, max_len: int) -> None:
         self._clear()
-        super().reset(rows, max_len)
+        self.inner.reset(rows, max_len)
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         prior = np.full((len(prompts), self.max_depth), PRIOR_WEIGHT)
         self.hits = np.concatenate([self.hits, prior * PRIOR_MEAN])
         self.trials = np.concatenate([self.trials, prior])
         self.proposed = np.concatenate([self.proposed, np.zeros(len(prompts), dtype=int)])
-        super().begin(prompts, sampling)
+        self.inner.begin(prompts, sampling)
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
         accepted = n.numpy()[:, None] - 1
@@ -93,7 +78,7 @@ class Adaptive(Wrapped):
         for rates, fresh in ((self.hits, self.level < accepted), (self.trials, 1)):
             rates[rows] = np.where(tried, RATE_MEMORY * rates[rows] + fresh, rates[rows])
         self.proposed[rows] = 0
-        super().observe(tokens, feats, n, rows)
+        self.inner.observe(tokens, feats, n, rows)
 
     def depths(self) -> np.ndarray:
         """Return [B] the best depth of every row, at least 1: a row that stops drafting would
@@ -103,7 +88,7 @@ class Adaptive(Wrapped):
         return gain.argmax(1) + 1
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        tree = super().propose(
+        tree = self.inner.propose(
             torch.minimum(budget, torch.from_numpy(self.depths())), sampling, rng
         )
         there = torch.arange(tree.width + 1, device=tree.size.device) <= tree.size[:, None]
@@ -113,4 +98,4 @@ class Adaptive(Wrapped):
     def select(self, rows: list[int]) -> None:
         self.hits, self.trials = self.hits[rows], self.trials[rows]
         self.proposed = self.proposed[rows]
-        super().select(rows)
+        self.inner.select(rows)

@@ -172,14 +172,14 @@ class _Witness(Wrapped):
         self._live += range(len(self.kept), len(self.kept) + len(prompts))
         self.kept += [[] for _ in prompts]
         self.cycles += [0 for _ in prompts]
-        super().begin(prompts, sampling)
+        self.inner.begin(prompts, sampling)
 
     def select(self, rows: list[int]) -> None:
         self._live = [self._live[r] for r in rows]
-        super().select(rows)
+        self.inner.select(rows)
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        tree = super().propose(budget, sampling, rng)
+        tree = self.inner.propose(budget, sampling, rng)
         for row, (index, size) in enumerate(zip(self._live, tree.size.tolist(), strict=True)):
             if tree.proposal is not None and size == self.max_depth:
                 if len(self.kept[index]) == PROBES:

@@ -45,25 +45,25 @@ class Sick(Wrapped):
 
     def reset(self, rows: int, max_len: int) -> None:
         self.rows = []
-        super().reset(rows, max_len)
+        self.inner.reset(rows, max_len)
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         self.rows += [int(prompt[0]) for prompt in prompts]
-        super().begin(prompts, sampling)
+        self.inner.begin(prompts, sampling)
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
         ill = [first in self.ill for first in self.rows[rows]]
         if feats is not None and any(ill):
             feats = feats.masked_fill(torch.tensor(ill)[:, None, None, None], torch.nan)
-        super().observe(tokens, feats, n, rows)
+        self.inner.observe(tokens, feats, n, rows)
 
     def propose(self, *args: Any) -> DraftTree:
-        tree = super().propose(*args)
+        tree = self.inner.propose(*args)
         return cut(tree, non_finite(tree)) if self.calm else tree
 
     def select(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
-        super().select(rows)
+        self.inner.select(rows)
 
 
 # Two neighbours, shorter than the row that is ill when it leaves, and one that comes later. Each is
