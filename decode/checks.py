@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from outrider.conf.errors import UserError
 from outrider.decode.drafters import Drafter
 from outrider.decode.generation import Request
+from outrider.decode.scorer import Scorer
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal
 
@@ -26,15 +26,7 @@ _DISTRIBUTION = f"the distribution that it was drawn from holds NaN or infinity;
 Problem = tuple[Tensor, Tensor, str]
 
 
-class Room(Protocol):
-    """What a target has room for, see decode.scorer.Scorer."""
-
-    context_length: int
-    first_range: int | None
-    vocab_size: int
-
-
-def unfit(target: Room, size: int, new: int) -> str:
+def unfit(target: Scorer, size: int, new: int) -> str:
     """Return why a prompt of `size` tokens cannot have an answer of `new`; empty when it
     can. An answer may be ended by the context, but not by the end of LongRoPE's first
     range."""
@@ -48,7 +40,7 @@ def unfit(target: Room, size: int, new: int) -> str:
     return ""
 
 
-def longest_answer(request: Request, index: int, target: Room) -> int:
+def longest_answer(request: Request, index: int, target: Scorer) -> int:
     """Return tokens that request number `index` may get: those it asks for, as far as the
     target's context goes.
 
