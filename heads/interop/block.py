@@ -27,18 +27,6 @@ from outrider.heads.base import Head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.head import BlockHead, DFlashHead, DSparkHead
 from outrider.heads.interop import layout
-from outrider.heads.interop.layout import (
-    EMBEDDING,
-    LM_HEAD,
-    MASK,
-    Layout,
-    draft_ids,
-    loaded,
-    number,
-    refuse,
-    with_map,
-    without_copies,
-)
 from outrider.heads.interop.reading import Foreign
 
 FAMILY: dict[str, type[BlockHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
@@ -77,15 +65,15 @@ def block_tensors(head: BlockHead, target: Target) -> dict[str, Tensor]:
         key, query = (f"layers.{layer}.self_attn.{part}_norm.weight" for part in "kq")
         found.setdefault(key, torch.ones_like(found[query]))
     if head.cfg.draft_vocab:
-        found.setdefault(LM_HEAD, head.projection(target).detach())
-    return with_map(head, found, target.vocab_size)
+        found.setdefault(layout.LM_HEAD, head.projection(target).detach())
+    return layout.with_map(head, found, target.vocab_size)
 
 
 def block_refusals(head: BlockHead, target: Target) -> list[str]:
     """Return why no engine's layout holds this head."""
     cfg, found = head.cfg, []
     if cfg.mask_token == -1:
-        found.append(MASK)
+        found.append(layout.MASK)
     if 0 in head.taps:
         found.append("head.taps: 0, the embeddings, would be layer -1: train with taps from 1 on")
     if cfg.kind == "dflash":
@@ -102,7 +90,7 @@ def block_refusals(head: BlockHead, target: Target) -> list[str]:
     return found
 
 
-class Block(Layout[BlockHead]):
+class Block(layout.Layout[BlockHead]):
     """Plain names; keys beside a Qwen3 config, of speculators around one."""
 
     def refusals(self, head: BlockHead, target: Target, name: str) -> list[str]:
@@ -124,7 +112,7 @@ class Block(Layout[BlockHead]):
     def tensors(self, head: BlockHead, target: Target) -> dict[str, Tensor]:
         found = block_tensors(head, target)
         if self.format == "deepspec":
-            found[EMBEDDING] = target.embedding_weight
+            found[layout.EMBEDDING] = target.embedding_weight
         return found
 
     def config(self, head: BlockHead, target: Target, name: str, dtype: str) -> dict[str, Any]:
@@ -186,9 +174,9 @@ def numbers_in(foreign: Foreign, kind: str) -> dict[str, Any]:
     key = "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
     layers = given.get(key)
     if not isinstance(layers, list) or not all(type(k) is int for k in layers):
-        refuse(foreign, f"{key}: {layers!r:.80}; expected a list of whole numbers")
+        layout.refuse(foreign, f"{key}: {layers!r:.80}; expected a list of whole numbers")
     if ours and type(config.get(wide)) is not bool:
-        refuse(
+        layout.refuse(
             foreign,
             f"{wide}: {config.get(wide)!r:.40}; engines would serve the head causally or not "
             "by their version: write true for rows that see each other, else false",
@@ -230,7 +218,7 @@ def check_numbers(
     if config.get("enable_confidence_head") and not config.get("confidence_head_with_markov"):
         found.append("confidence_head_with_markov: not true; heads with it are read")
     if found:
-        refuse(foreign, *found)
+        layout.refuse(foreign, *found)
 
 
 def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
@@ -239,8 +227,8 @@ def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
     config, shape = foreign.config, layout.described(foreign, "qwen3")
     layer, said = layout.read_layer(foreign, shape, target), numbers_in(foreign, kind)
     tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}
-    tensors = without_copies(foreign, tensors, {EMBEDDING: target.embedding_weight})
-    ids = draft_ids(foreign, tensors, target.vocab_size)
+    tensors = layout.without_copies(foreign, tensors, {layout.EMBEDDING: target.embedding_weight})
+    ids = layout.draft_ids(foreign, tensors, target.vocab_size)
     check_numbers(foreign, target, shape, said, kind)
     near = tensors.get(NAMES["markov_in"])
     norms = {n: t for n, t in tensors.items() if n.endswith("k_norm.weight")}
@@ -251,18 +239,18 @@ def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
         tensors = {n: t for n, t in tensors.items() if n not in norms}
     cfg = BlockConfig(
         kind="dspark" if kind == "dspark" else "dflash",
-        block=number(foreign, config, "block_size"),
+        block=layout.number(foreign, config, "block_size"),
         layers=layer["num_hidden_layers"],
         taps=said["taps"],
         draft_vocab=0 if ids is None else ids.numel(),
-        share_lm_head=LM_HEAD not in tensors,
+        share_lm_head=layout.LM_HEAD not in tensors,
         markov_rank=near.shape[-1] if kind == "dspark" and near is not None and near.dim() else 0,
         mask_token=said["mask_token_id"],
         confidence=float(NAMES["confidence.weight"] in tensors),
         key_norm=learned,
     )
     if wrong := faults(cfg):
-        refuse(foreign, *wrong)
+        layout.refuse(foreign, *wrong)
     if depth := layout.depth_in(config, cfg.slots - 1):
         cfg = replace(cfg, depth=depth)
     make = functools.partial(
@@ -271,4 +259,4 @@ def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
     mask = vocab.table(target, torch.tensor([cfg.mask_token], device=target.device))[0]
     scale = torch.ones(len(cfg.taps), target.hidden_size)
     known = {"net.mask": mask, "net.scale": scale}
-    return loaded(foreign, tensors, target, make, theirs, known)
+    return layout.loaded(foreign, tensors, target, make, theirs, known)

@@ -31,17 +31,6 @@ from outrider.heads.config import MOST_DEPTH
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
 from outrider.heads.interop import engines, layout
-from outrider.heads.interop.layout import (
-    EMBEDDING,
-    LM_HEAD,
-    MASK,
-    Layout,
-    draft_ids,
-    loaded,
-    refuse,
-    with_map,
-    without_copies,
-)
 from outrider.heads.interop.reading import Foreign
 
 # Flags: ours -> theirs
@@ -97,7 +86,7 @@ def eagle3_refusals(head: Eagle3Head, engine: engines.Engine, target: Target) ->
             "train with head.parallel=false"
         )
     elif cfg.parallel and cfg.mask_token == -1:
-        found.append(MASK)
+        found.append(layout.MASK)
     if list(head.taps) != sorted(set(head.taps)):
         found.append(
             f"head.taps: {list(head.taps)} do not ascend, and engines sort them: train with "
@@ -115,9 +104,11 @@ def check_layer(foreign: Foreign, config: Mapping[str, Any], cfg: EagleConfig) -
     """Raise UserError for more than one layer, and for a window that a usual draft fills."""
     count = config.get("num_hidden_layers", 1)
     if count != 1:
-        refuse(foreign, f"num_hidden_layers: {count!r:.40}; draft heads of one layer are read")
+        layout.refuse(
+            foreign, f"num_hidden_layers: {count!r:.40}; draft heads of one layer are read"
+        )
     if wrong := [line for line in cfg.validate() if line.startswith("sliding_window")]:
-        refuse(foreign, *wrong)
+        layout.refuse(foreign, *wrong)
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -132,7 +123,7 @@ def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # -- EAGLE-1
 
 
-class Eagle1(Layout[Eagle1Head]):
+class Eagle1(layout.Layout[Eagle1Head]):
     """A LlamaConfig; vLLM's method "eagle", SGLang's EAGLE."""
 
     def refusals(self, head: Eagle1Head, target: Target, name: str) -> list[str]:
@@ -170,12 +161,12 @@ def read_eagle1(foreign: Foreign, target: Target) -> Head:
     Raises UserError that lists all that does not fit."""
     config, last = foreign.config, target.num_layers
     layer = layout.read_layer(foreign, config, target)
-    copies = {EMBEDDING: target.embedding_weight, LM_HEAD: target.lm_head_weight}
-    tensors = without_copies(foreign, plain_names(foreign.tensors), copies)
+    copies = {layout.EMBEDDING: target.embedding_weight, layout.LM_HEAD: target.lm_head_weight}
+    tensors = layout.without_copies(foreign, plain_names(foreign.tensors), copies)
     there = "fc.bias" in tensors
     if there != bool(config.get("bias", there)):
         what = "a bias where none is expected" if there else "missing"
-        refuse(foreign, f"fc.bias: {what}: bias in config.json is {str(not there).lower()}")
+        layout.refuse(foreign, f"fc.bias: {what}: bias in config.json is {str(not there).lower()}")
     cfg = EagleConfig(
         kind="eagle1",
         draft_vocab=0,
@@ -189,13 +180,13 @@ def read_eagle1(foreign: Foreign, target: Target) -> Head:
     if not cfg.fc_bias:
         tensors.pop("fc.bias", None)
     make = functools.partial(Eagle1Head, cfg, layer, (last,), target.vocab_size, last)
-    return loaded(foreign, tensors, target, make, lambda name: name.removeprefix("net."), {})
+    return layout.loaded(foreign, tensors, target, make, lambda name: name.removeprefix("net."), {})
 
 
 # -- EAGLE-3
 
 
-class Eagle3(Layout[Eagle3Head]):
+class Eagle3(layout.Layout[Eagle3Head]):
     """vLLM's method "eagle3", SGLang's EAGLE3: a LlamaConfig; speculators: its own keys around
     one."""
 
@@ -210,7 +201,7 @@ class Eagle3(Layout[Eagle3Head]):
 
     def tensors(self, head: Eagle3Head, target: Target) -> dict[str, Tensor]:
         if self.format == "speculators":
-            return {**eagle3_tensors(head, "layers.0"), EMBEDDING: target.embedding_weight}
+            return {**eagle3_tensors(head, "layers.0"), layout.EMBEDDING: target.embedding_weight}
         return eagle3_tensors(head, "midlayer")
 
     def config(self, head: Eagle3Head, target: Target, name: str, dtype: str) -> dict[str, Any]:
@@ -257,7 +248,7 @@ def eagle3_tensors(head: Eagle3Head, prefix: str) -> dict[str, Tensor]:
         for name, value in head.state_dict().items()
         if name != "net.mask_embed"
     }
-    return with_map(head, found, int(head.vocab_size))
+    return layout.with_map(head, found, int(head.vocab_size))
 
 
 def theirs(name: str, prefix: str) -> str:
@@ -284,9 +275,9 @@ def taps_in(foreign: Foreign, target: Target) -> list[int]:
     if not given:
         return usual_taps(deep)
     if not isinstance(given, list) or not all(type(k) is int for k in given):
-        refuse(foreign, f"{TAPS}: {given!r:.80}; expected a list of whole numbers")
+        layout.refuse(foreign, f"{TAPS}: {given!r:.80}; expected a list of whole numbers")
     if given != sorted({k for k in given if 0 <= k < deep}):
-        refuse(
+        layout.refuse(
             foreign,
             f"{TAPS}: {given!r:.80}; expected ascending numbers among the target's layers "
             f"0..{deep - 1}",
@@ -305,20 +296,22 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
         "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name: t
         for name, t in plain_names(foreign.tensors).items()
     }
-    tensors = without_copies(foreign, tensors, {EMBEDDING: target.embedding_weight})
-    ids = draft_ids(foreign, tensors, target.vocab_size)
-    if LM_HEAD not in tensors:
+    tensors = layout.without_copies(foreign, tensors, {layout.EMBEDDING: target.embedding_weight})
+    ids = layout.draft_ids(foreign, tensors, target.vocab_size)
+    if layout.LM_HEAD not in tensors:
         print(
             f"note: {foreign.folder}: holds no LM head; the target's rows are taken",
             file=sys.stderr,
         )
         rows = target.lm_head_weight.detach().cpu()
         rows = rows if ids is None else rows[ids]
-        tensors[LM_HEAD] = (rows * target.head.scale).float()
+        tensors[layout.LM_HEAD] = (rows * target.head.scale).float()
     taps, size = taps_in(foreign, target), target.vocab_size if ids is None else ids.numel()
     if config.get("draft_vocab_size", size) not in (None, size):
         said = config["draft_vocab_size"]
-        refuse(foreign, f"draft_vocab_size: {said!r:.40} in config.json, the weights hold {size}")
+        layout.refuse(
+            foreign, f"draft_vocab_size: {said!r:.40} in config.json, the weights hold {size}"
+        )
     flags: dict[str, Any] = {ours: bool(config.get(theirs)) for ours, theirs in NORMS.items()}
     nested = config.get("eagle_config")
     if isinstance(nested, dict) and "norm_before_fc" in nested:
@@ -344,12 +337,16 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
     make = functools.partial(
         Eagle3Head, cfg, layer, tuple(taps), target.vocab_size, target.num_layers
     )
-    return loaded(foreign, tensors, target, make, lambda name: theirs(name, "midlayer"), known)
+    return layout.loaded(
+        foreign, tensors, target, make, lambda name: theirs(name, "midlayer"), known
+    )
 
 
 def mask_token(foreign: Foreign, target: Target) -> int:
     """Return the token whose embedding is the mask's. Raises UserError where there is none."""
     token = foreign.config.get("pard_token", foreign.config.get("mask_token_id"))
     if type(token) is not int or not 0 <= token < target.vocab_size:
-        refuse(foreign, f"pard_token: {token!r:.40}; expected a token of the target's vocabulary")
+        layout.refuse(
+            foreign, f"pard_token: {token!r:.40}; expected a token of the target's vocabulary"
+        )
     return int(token)
