@@ -17,8 +17,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from huggingface_hub import load_state_dict_from_file
 from torch import Tensor
 
 from outrider.conf.errors import UserError, first_line
@@ -126,24 +125,19 @@ def _shards(folder: Path, index: str) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path}: cannot be read ({error}); cut off or damaged: fetch the head again"
-            ) from None
+    safe = path.suffix == ".safetensors"
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds here, all of them about this file
+        value = load_state_dict_from_file(path, "cpu", weights_only=True, safe=safe)
+    except Exception as error:  # of many kinds, all of them about this file
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code:
             raise UserError(
                 f"{path}: refused: unpickling it would call {code[1]}; ask for a safetensors file"
             ) from None
+        fix = "" if safe else ", as safetensors where there is one"
         raise UserError(
-            f"{path}: cannot be read ({first_line(error)}); cut off or damaged: fetch the head "
-            "again, as safetensors where there is one"
+            f"{path}: cannot be read ({first_line(error.__cause__ or error)}); cut off or damaged: "
+            f"fetch the head again{fix}"
         ) from None
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
