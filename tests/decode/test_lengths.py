@@ -130,13 +130,6 @@ def test_a_text_that_would_cross_the_first_range_is_refused(size: int, new: int)
         decoded(target, NoDraft(), prompts((5, size)), 2, new)
 
 
-def test_a_draft_model_that_is_outgrown_leaves_the_row_to_the_target() -> None:
-    target = Target(build("llama", DOUBLE))
-    requested = prompts((20, 5))
-    want = written(build("llama", DOUBLE), requested, NEW)
-    assert decoded(target, DraftModel(Target(phi()), 4), requested, 2) == want
-
-
 def test_texts_end_where_dynamic_frequencies_change() -> None:
     """Llama's `generate` would go on with keys rotated by other frequencies than its queries."""
     given = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}

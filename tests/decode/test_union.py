@@ -29,8 +29,6 @@ from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from tests.contract.cases import CASES, moved
 from tests.helpers.engine_distribution import (
     TableDrafter,
-    engine_distribution,
-    toy_model,
 )
 from tests.helpers.training import tiny_target
 
@@ -203,15 +201,6 @@ def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others() -
     assert 0 < int(alone.length.sum()) < 64
     assert torch.equal(alone.length, beside.length[:64])
     assert torch.equal(alone.bonus, beside.bonus[:64])
-
-
-def test_the_whole_loop_has_the_exact_distribution() -> None:
-    """Prefill, cycles, stop token and length limit, with n-gram matches that come and go."""
-    shape = TreeShape.of([[0], [1], [0, 0]])
-    for sampling in (Sampling(1.0), Sampling(0.4, top_p=0.9)):
-        union = Union([TableDrafter(shape, "without", 3), NGram(depth=2, nodes=3)])
-        found = engine_distribution(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, shape=shape)
-        assert found.error <= 1e-12 and found.outputs > 3
 
 
 # --- names that cannot be joined

@@ -14,7 +14,7 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import traversal, verify, walk
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
-from tests.helpers.reference_verify import Row, block
+from tests.helpers.reference_verify import Row
 
 
 def check_cases(seed: int, count: int, **size: int) -> None:
@@ -131,17 +131,6 @@ def test_batched_equals_scalar(
         got = verdict.path[b, : verdict.length[b]].tolist()
         assert (got, int(verdict.bonus[b])) == (path, bonus), f"row {b}"
         assert verdict.path[b, verdict.length[b] :].eq(-1).all()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_traversal_is_block_verification_on_chains(seed: int) -> None:
-    tree, distribution = random_world(
-        seed, 8, [[0] * (i + 1) for i in range(1 + seed % 5)], 4, "all"
-    )
-    rng = Rng(seed, torch.arange(8), torch.zeros(8, dtype=torch.int64))
-    verdict = traversal(tree, distribution, rng)
-    for b in range(8):
-        assert verdict.path[b, : verdict.length[b]].tolist() == block(tree, distribution, rng, b)
 
 
 def test_perfect_draft_is_accepted_whole() -> None:

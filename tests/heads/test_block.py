@@ -15,9 +15,6 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.conf.errors import UserError
-from outrider.decode.sampling import Sampling
-from outrider.decode.tree import TreeShape
-from outrider.heads import parity
 from outrider.heads.batch import Batch
 from outrider.heads.block import attention
 from outrider.heads.block.anchors import Anchors, Slots, draw
@@ -29,7 +26,6 @@ from outrider.heads.losses import LossWeights, Taught, chunked_loss, plain_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from outrider.heads.teacher import Teacher
-from tests.helpers.engine_distribution import engine_distribution, toy_model
 from tests.helpers.flash import Torch
 from tests.helpers.training import tiny_target
 
@@ -196,44 +192,6 @@ def test_the_loss_is_its_definition(target, kind: str) -> None:
     out = head(batch, target)
     assert count > 10 and float(out.count) == count
     assert float(out.sum) == pytest.approx(total, rel=1e-9)
-
-
-# --- training against drafting
-
-
-@each
-def test_a_sound_head_passes_the_gate(target, kind: str) -> None:
-    head = made(target, kind)
-    found = parity.check(head, target, [[5, 6, 7], [9, 8]], 40)
-    assert found.passed and found.cycles > 10 and len(found.distance) == head.cfg.slots
-
-
-# --- distributions
-
-
-SMALL = TreeShape.of([(0,), (1,), (0, 0)])
-
-
-def toy(kind: str, shape: str, **keys: Any):
-    """(target of few tokens, drafter in float64)."""
-    target = toy_model(vocab=4 if shape == "tree" else 3)
-    head = made(target, kind, **{"block": 3, "layers": 1, **keys})
-    head.calibration = {"paths": [list(p) for p in SMALL.paths]}
-    requested = DraftSpec(shape=shape, depth=2, nodes=3 if shape == "tree" else None)
-    return target, head.drafter(target, requested)
-
-
-@pytest.mark.parametrize(
-    "kind, shape", [("dflash", "tree"), ("dspark", "chain"), ("dspark", "tree")]
-)
-def test_exact_distribution_of_the_decode_loop(kind: str, shape: str) -> None:
-    target, drafter = toy(kind, shape)
-    static = SMALL if shape == "tree" else None
-    length = 3 if static else 4
-    found = engine_distribution(target, drafter, [1, 2], length, Sampling(1.2), shape=static)
-    assert found.error < 1e-12 and found.branches > 100
-    top = Sampling(0.7, top_k=2)
-    assert engine_distribution(target, drafter, [1, 2], length, top, shape=static).error < 1e-12
 
 
 # --- anchors

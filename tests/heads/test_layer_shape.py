@@ -3,18 +3,14 @@ choose."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import save_head
 from outrider.heads.registry import head_class
-from outrider.heads.warm import Start
 from tests.helpers.archs import VOCAB, build
 
 WITH_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,12 +49,3 @@ def test_layers_have_silu_and_are_wide_behind_experts(name: str, arch: str, inne
     assert head.cfg.intermediate_size == inner
     chosen = made(target, name, intermediate_size=80)
     assert layer(chosen)["intermediate_size"] == 80
-
-
-def test_a_warm_start_names_the_keys_of_layers_of_another_make(tmp_path: Path) -> None:
-    target = Target(build("llama"))
-    save_head(made(target, "eagle3", intermediate_size=80), tmp_path, target.identity)
-    start = Start(str(tmp_path), "eagle3", target)
-    with pytest.raises(UserError, match="^start: .*; give head.intermediate_size=80$"):
-        start.give(made(target, "eagle3"))
-    start.give(made(target, "eagle3", intermediate_size=80))

@@ -85,25 +85,3 @@ class Row:
 def _norm(weights: list[float], fallback: list[float]) -> list[float]:
     total = sum(weights)
     return [w / total for w in weights] if total > 0 else fallback
-
-
-def block(tree: DraftTree, distribution: Distribution, rng: Rng, row: int) -> list[int]:
-    """Block verification of one sampled chain (Sun et al. 2403.10444, algorithm 2): the
-    accepted prefix.
-    """
-    view = Row(tree, distribution, rng, row)
-    n = len(view.tokens)
-    w, accepted = 1.0, 0
-    for i in range(n + 1):
-        if i == n:
-            h = w
-        else:
-            p, q = view.p(i - 1), view.q(i, [])
-            s = sum(max(w * a - b, 0.0) for a, b in zip(p, q, strict=True))
-            h = s / (s + 1 - w) if s + 1 - w > 0 else 1.0
-        if i > 0 and view.u(i - 1, ACCEPT) < h:
-            accepted = i
-        if i < n:
-            x = view.tokens[i]
-            w = min(w * p[x] / q[x], 1.0)
-    return list(range(accepted))
