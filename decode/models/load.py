@@ -60,7 +60,8 @@ def load_target(
     when there is one, else the CPU). plan: what will be decoded; weights, cache and tree
     must fit before anything is loaded. shards: takes this rank's part of the layers, whose
     weights stay empty in the target; what it does not take is left where it was read. layers:
-    read so many of the first layers alone, with embedding, final norm and LM head.
+    read so many of the first layers alone (of target=tiny all), with embedding, final norm and LM
+    head.
 
     Raises UserError: bad keys, missing folder, no safetensors, no network, a model without
     causal LM head, no memory on the device, a library of target.quantize that is not there."""
@@ -78,20 +79,19 @@ def load_target(
             "dtype: this processor has no instructions for bfloat16; float32, which dtype=auto "
             "takes here, is several times as fast"
         )
-    if cfg.kind != "tiny":
-        _check_kind(cfg)
+    config = None if cfg.kind == "tiny" else _config(cfg)
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "tiny":
         model = tiny_from(cfg)
         weights = sha256_state(model.state_dict())
         name, path = f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", ""
-        model = _first(model.to(kind), layers)
+        model = model.to(kind)
     else:
         folder = source_folder(cfg)
-        if layers is None:
-            _fits(cfg, folder, kind, place, plan or memory.MemoryPlan(), shards)
+        if layers is None and config is not None:
+            _fits(cfg, folder, config, kind, place, plan or memory.MemoryPlan(), shards)
         with shards.reading() if shards else contextlib.nullcontext():
-            model = _pretrained(cfg, folder, kind, place, layers)
+            model = _pretrained(cfg, folder, config, kind, place, layers)
         weights, path = sha256_weights(folder), str(folder)
         name = cfg.name if cfg.kind == "hub" else folder.name
     if cfg.quantize != quantize.NONE:
@@ -183,9 +183,10 @@ def _check(cfg: TargetConfig) -> None:
         raise UserError("; ".join(problems))
 
 
-def _check_kind(cfg: TargetConfig) -> None:
-    """Raise UserError for a model that no draft can be scored by, before its weights are
-    fetched."""
+def _config(cfg: TargetConfig) -> Any:
+    """Return transformers' config of a model, None where it reads none: loading itself will say
+    what is wrong. Raises UserError for a model that no draft can be scored by, before its weights
+    are fetched."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -197,9 +198,10 @@ def _check_kind(cfg: TargetConfig) -> None:
         said = first_line(e.__cause__ or e)
         why = f"target: {folder / 'config.json'}: {said}; mend it, or fetch the folder again"
     except Exception:
-        return  # loading itself will say what is wrong
+        return None
     if why:
         raise UserError(why)
+    return config
 
 
 def published_weights(cfg: TargetConfig) -> str:
@@ -256,20 +258,18 @@ def source_folder(cfg: TargetConfig, weights: bool = True) -> Path:
 def _fits(
     cfg: TargetConfig,
     folder: Path,
+    whole: Any,
     kind: torch.dtype,
     place: torch.device,
     plan: memory.MemoryPlan,
     shards: Shards | None,
 ) -> None:
     """Raise UserError where the device cannot hold it; of several ranks, where it cannot hold
-    even their part of all weights."""
-    from transformers import AutoConfig
-
+    even their part of all weights. whole: transformers' config."""
     from outrider.decode.models import text
 
     place, ranks = (shards.device, shards.ranks) if shards else (place, 1)
     try:
-        whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         config, dtype = whole.get_text_config(decoder=True), str(kind).removeprefix("torch.")
         sizes = text.sizes(whole) if text.beside(whole) else memory.headers(folder)
         count = memory.parameters(sizes)
@@ -286,6 +286,7 @@ def _fits(
 def _pretrained(
     cfg: TargetConfig,
     folder: Path,
+    config: Any,
     kind: torch.dtype,
     place: torch.device,
     layers: int | None = None,
@@ -305,7 +306,8 @@ def _pretrained(
     extra, whole = _arguments(cfg, folder, kind, place), 0
     loud = hf_logging.get_verbosity()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        if config is None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         if layers is not None or text.beside(config):
             hf_logging.set_verbosity_error()  # it lists every weight that is left unread
         if layers is not None:
@@ -372,15 +374,6 @@ def _arguments(
     elif cfg.quantize != quantize.NONE:
         found["quantization_config"] = quantize.config(cfg.quantize, kind)
     return found
-
-
-def _first(model: Any, layers: int | None) -> Any:
-    """Return a model with its first layers alone, None: with all."""
-    from outrider.decode.models.shards import layer_stacks
-
-    for _, stack in layer_stacks(model) if layers is not None else []:
-        del stack[layers:]
-    return model
 
 
 def _cut(config: Any, layers: int) -> int:

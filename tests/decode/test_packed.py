@@ -139,12 +139,13 @@ def test_the_memory_check_counts_the_lm_head_twice(
 ) -> None:
     needs = []
     monkeypatch.setattr(memory, "check", lambda need, *_: needs.append(need.weights))
-    build("llama", dtype=BF16, tie_word_embeddings=True).save_pretrained(tmp_path)
-    cpu = torch.device("cpu")
+    model, cpu = build("llama", dtype=BF16, tie_word_embeddings=True), torch.device("cpu")
+    model.save_pretrained(tmp_path)
     for pack, plan in (
         ("auto", MemoryPlan(tokens=9)),
         ("none", MemoryPlan(tokens=9)),
         ("auto", MemoryPlan()),
     ):
-        load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan, None)
+        cfg = TargetConfig(kind="local", path="x", pack=pack)
+        load._fits(cfg, tmp_path, model.config, BF16, cpu, plan, None)
     assert needs[0] - needs[1] == 61 * 32 * 2 and needs[1] == needs[2]
