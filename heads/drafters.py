@@ -19,7 +19,7 @@ from outrider.decode.union import Union
 from outrider.heads import names, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import load_head, read_card, trained_for
-from outrider.heads.folders import card_in, find_head, head_folder, is_plain
+from outrider.heads.folders import find_head, head_folder, head_in, is_plain
 from outrider.heads.names import DraftSpec
 from outrider.heads.small_lm.plain import plain_folder, plain_model
 
@@ -55,7 +55,7 @@ def refuse_other(specs: Sequence[str], cfg: TargetConfig) -> None:
     for spec in specs:
         cards = list[dict[str, str] | None]()
         with contextlib.suppress(UserError):  # said by whoever loads it
-            places = [card_in(part.source) for part in names.parse(spec).each]
+            places = [head_in(part.source, weights=False) for part in names.parse(spec).each]
             cards = [read_card(place)["target"] for place in places if place is not None]
         for stored in filter(None, cards):
             wanted = published_weights(cfg) if wanted is None else wanted

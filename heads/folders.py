@@ -25,22 +25,17 @@ def is_plain(path: str) -> bool:
     return bool(REPOSITORY.fullmatch(path)) and first not in OURS and not Path(first).exists()
 
 
-def head_in(path: str) -> Path | None:
+def head_in(path: str, weights: bool = True) -> Path | None:
     """Find the head folder that `path` means: itself, or of a run folder head/ (final),
     else best/, else the newest checkpoint. None when there is none. A head on the hub is
-    fetched: raises UserError where it cannot be."""
+    fetched, without `weights` its card alone: raises UserError where it cannot be."""
     if path.startswith(HUB):
-        return hub.head(path)
+        return hub.head(path, weights)
     folder = Path(path).expanduser()
     steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
     newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
     places = (folder, folder / "head", folder / "best", *newest)
     return next((place for place in places if (place / CARD).is_file()), None)
-
-
-def card_in(path: str) -> Path | None:
-    """Do as `head_in`; of a head on the hub its card alone is fetched."""
-    return hub.card(path) if path.startswith(HUB) else head_in(path)
 
 
 def find_head(path: str) -> Path:

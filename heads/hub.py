@@ -43,21 +43,12 @@ def split(name: str) -> tuple[str, str | None]:
 
 
 @functools.cache
-def head(name: str) -> Path:
-    """Fetch the head at hub:OWNER/NAME[@REVISION], where it is not here yet; its folder.
+def head(name: str, weights: bool = True) -> Path:
+    """Fetch the head at hub:OWNER/NAME[@REVISION], where it is not here yet, or without `weights`
+    its head.json alone; its folder.
 
     Raises UserError where it cannot be fetched or holds no head in our own form."""
-    return _own(name, OWN)
-
-
-@functools.cache
-def card(name: str) -> Path:
-    """Do as `head`, and fetch its head.json alone."""
-    return _own(name, [f"{HEAD}/{CARD}", CARD])
-
-
-def _own(name: str, wanted: list[str]) -> Path:
-    place = _fetched(name, wanted, ["*/*/*"])
+    place = _fetched(name, OWN if weights else [f"{HEAD}/{CARD}", CARD], ["*/*/*"])
     for folder in (place / HEAD, place):
         if (folder / CARD).is_file():
             return folder
@@ -87,7 +78,7 @@ def commits(spec: str) -> dict[str, str]:
     """Return the commits of the heads on the hub that a drafter's name asks for, by their
     names; they have been fetched. {} for a drafter of this disk."""
     sources = [part.source for part in parse(spec).each if part.source.startswith(HUB)]
-    return {source: commit_of(head(source)) for source in sources}
+    return {source: commit_of(head(source, True)) for source in sources}
 
 
 def commit_of(folder: Path) -> str:

@@ -166,5 +166,4 @@ def fake_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def forget() -> None:
     """The process has fetched nothing yet."""
     hub.head.cache_clear()
-    hub.card.cache_clear()
     hub.served.cache_clear()
