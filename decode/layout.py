@@ -203,21 +203,15 @@ class TreeShape:
         """Sort and check: every prefix present, ranks of siblings 0, 1, 2 ... Raises UserError
         otherwise.
         """
-        known = sorted({tuple(int(r) for r in p) for p in paths}, key=lambda p: (len(p), p))
-        have = set(known)
+        known = {tuple(int(r) for r in p) for p in paths}
         for path in known:
-            if not path or min(path) < 0:
+            *before, last = path or (-1,)
+            if last < 0 or not {tuple(before), (*before, max(0, last - 1))} <= {(), *known}:
                 raise UserError(
-                    f"tree: path {list(path)} is not a list of ranks >= 0; give paths "
-                    "such as [0] or [0, 1]"
+                    f"tree: path {list(path)} is no list of ranks >= 0 whose parent and elder "
+                    "sibling are paths as well; add them"
                 )
-            if len(path) > 1 and path[:-1] not in have:
-                raise UserError(f"tree: path {list(path)} has no parent {list(path[:-1])}; add it")
-            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in have:
-                raise UserError(
-                    f"tree: path {list(path)} skips rank {path[-1] - 1} of its siblings; add it"
-                )
-        return TreeShape(tuple(known))
+        return TreeShape(tuple(sorted(known, key=lambda path: (len(path), path))))
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -163,7 +163,7 @@ def _on_columns(
     if ids is not None:
         same = ids[:, None] == tokens[..., None]
         column = torch.where(same.any(-1), same.view(torch.uint8).argmax(-1), ids.shape[1])
-        q = proposal.read(q[:, : proposal.probs.shape[2]], ids, 0)
+        q = proposal.read(q[:, : proposal.probs.shape[2]], ids)
         return F.pad(probs, (0, 1)), F.pad(q, (0, 1)), column
     if vocab is None:
         return probs, q, place

@@ -41,16 +41,10 @@ class Proposal:
     vocab: Tensor | None = None
     replacement: bool = False
 
-    def read(self, probs: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-        """`probs` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the
-        draft vocabulary: 0.
-        """
-        if self.vocab is None:
-            return probs if ids is None else probs.gather(1, ids)
-        if ids is None:
-            return probs.new_zeros(probs.shape[0], vocab_size).index_copy_(1, self.vocab, probs)
+    def read(self, probs: Tensor, ids: Tensor) -> Tensor:
+        """`probs` [R, Vd] read at target `ids` [R, S]; 0 outside the draft vocabulary."""
         place, inside = self.place(ids)
-        return torch.where(inside, probs.gather(1, place), probs.new_zeros(()))
+        return torch.where(inside, probs.gather(1, place), 0.0)
 
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return where target `ids` stand in the draft vocabulary (clamped), and whether

@@ -66,12 +66,9 @@ def test_static_shape_is_level_by_level_and_cut_by_budget() -> None:
     assert TreeShape.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
 
 
-@pytest.mark.parametrize(
-    ("paths", "word"),
-    [([[0, 0]], "no parent"), ([[1]], "skips rank"), ([[-1]], "not a list")],
-)
-def test_bad_shapes(paths: list[list[int]], word: str) -> None:
-    with pytest.raises(UserError, match=word):
+@pytest.mark.parametrize("paths", [[[0, 0]], [[1]], [[-1]], [[]]])
+def test_bad_shapes(paths: list[list[int]]) -> None:
+    with pytest.raises(UserError, match=r"tree: path \["):
         TreeShape.of(paths)
 
 

@@ -67,7 +67,8 @@ class TreeRow:
         proposal = self.tree.proposal
         assert proposal is not None
         q = proposal.probs[self.row, proposal.row[self.row, node]].to(torch.float64)[None]
-        q = proposal.read(q, None, self.distribution.vocab_size)[0].clone()
+        every = torch.arange(self.distribution.vocab_size, device=q.device)
+        q = proposal.read(q, every[None])[0]
         if not proposal.replacement:
             q[[self.tokens[i] for i in before]] = 0
         return q / q.sum()
