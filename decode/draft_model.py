@@ -30,8 +30,7 @@ from outrider.decode.tree import DraftTree
 
 
 class DraftModel:
-    """Chain or tree over `draft`, which must share the target's tokenizer
-    (decode.models.tokenizers).
+    """Chain or tree over `draft`, which must share the target's tokenizer.
 
     T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own
     distribution under the target's settings, so that a step of a chain is accepted with probability

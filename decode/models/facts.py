@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.conf.errors import UserError
-from outrider.decode.models.tokenizers import specials
 
 if TYPE_CHECKING:
     from outrider.decode.target import Target
@@ -118,6 +117,12 @@ def _template_end(tokenizer: Any) -> list[int]:
     _, found, behind = text.rpartition(word)
     ids = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"][:1]
     return [i for i in ids if found and i in specials(tokenizer).values()]
+
+
+def specials(tokenizer: Any) -> dict[str, int]:
+    """Return the special tokens and their ids, those without a role among them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(t): int(i) for i, t in added.items() if getattr(t, "special", True)}
 
 
 def ignored(model: Any, sampling: Any) -> dict[str, Any]:

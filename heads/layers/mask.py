@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode.models.tokenizers import specials
+from outrider.decode.models.facts import specials
 from outrider.decode.target import Target
 
 # The names of tokens for nobody

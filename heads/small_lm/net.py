@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from outrider.conf.errors import UserError
 from outrider.decode.models.facts import refusal
 from outrider.decode.models.load import TargetConfig, load_target
-from outrider.decode.models.tokenizers import compare
 from outrider.decode.target import Target
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
+from outrider.heads.small_lm.tokenizers import compare
 
 ADAPTER = "draft"  # peft's name of the LoRA
 

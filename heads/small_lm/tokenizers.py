@@ -9,10 +9,10 @@ side, another choice of which special token ends a turn (the target's decides).
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from outrider.decode.models.facts import specials
 
 # Texts on which tokenizers that share a vocabulary still part: plain text, spaces, digits, other
 # scripts, emoji, control characters, what a normaliser changes, what looks like a special token.
@@ -63,12 +63,6 @@ def _rows(draft: Tokenizer, rows: int | None) -> str:
     last = max((i for t, i in draft.get_vocab().items() if not _idle(t)), default=-1)
     short = rows is not None and rows <= last
     return f"the draft has {rows} embeddings for tokens up to id {last}" if short else ""
-
-
-def specials(tokenizer: Tokenizer) -> dict[str, int]:
-    """Special tokens and their ids, those without a role among them."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(t): int(i) for i, t in added.items() if getattr(t, "special", True)}
 
 
 def _texts(target: Tokenizer, draft: Tokenizer) -> str:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.decode.models.tokenizers import compare
+from outrider.heads.small_lm.tokenizers import compare
 
 
 def changed(edit: Callable[[dict[str, Any]], None], **special: str) -> Any:
