@@ -180,24 +180,6 @@ def _truncate(
     return Support(all_ids, probs)
 
 
-_NO_DISTRIBUTION = (
-    "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or every "
-    "token is masked (maximum {highest}); check the weights and the dtype; nothing was committed"
-)
-_NO_CHANCE = (
-    "row {row}, node {number} of the draft: its chance of acceptance is not finite, so the "
-    "distribution that it was drawn from holds NaN or infinity; check the drafter's weights and "
-    "dtype; nothing was committed"
-)
-
-
-def _mark(marks: Tensor, rows: Tensor, numbers: Tensor, bad: Tensor) -> None:
-    """Keep in `marks` [B] the largest of `numbers` [R] that is bad; a row may stand in `rows`
-    [R] more than once.
-    """
-    marks.scatter_reduce_(0, rows, torch.where(bad, numbers, -1), "amax")
-
-
 class Distribution:
     """The target's distribution at every slot of a scored tree, computed only where verification
     asks.
@@ -222,9 +204,8 @@ class Distribution:
             most = max(map(len, history))
             padded = [[*ids, *ids[:1] * (most - len(ids))] for ids in history]
             self.history = devices.send(padded, logits.device)  # [B, L]
-        none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
-        # By row: a slot without a distribution, a node without a chance.
-        self._undefined, self._refused = none, none.clone()
+        # By row: the last slot that was looked at and has no distribution, -1 for none.
+        self._undefined = logits.new_full((len(logits),), -1, dtype=torch.int64)
 
     def at(self, rows: Tensor, slots: Tensor) -> Support:
         """Return the distributions [R] of (rows, slots); slot 0 follows the last committed
@@ -245,30 +226,26 @@ class Distribution:
         return self.sampling.support(scores), undefined
 
     def miss(self, rows: Tensor, slots: Tensor, bad: Tensor) -> None:
-        """`slots` [R] of `rows` [R] are looked at and have no distribution where `bad` [R] bool."""
-        _mark(self._undefined, rows, slots, bad)
-
-    def refuse(self, rows: Tensor, nodes: Tensor, bad: Tensor) -> None:
-        """Verification met something that is not finite at `nodes` [R] of `rows` [R] where
-        `bad` [R] bool.
-        """
-        _mark(self._refused, rows, nodes, bad)
+        """`slots` [R] of `rows` [R] are looked at and have no distribution where `bad` [R] bool; a
+        row may stand in `rows` more than once."""
+        self._undefined.scatter_reduce_(0, rows, torch.where(bad, slots, -1), "amax")
 
     def doubtful(self) -> Tensor:
         """[B] bool, rows that `check` would refuse, without asking the device."""
-        return torch.maximum(self._undefined, self._refused) >= 0
+        return self._undefined >= 0
 
     def check(self) -> None:
-        """Raise UserError naming the first row and node where there was no distribution, or no
-        chance to accept by. Call before committing."""
-        if not bool(self.doubtful().any()):  # the one host round trip where all is well
-            return
-        for marks, what in ((self._undefined, _NO_DISTRIBUTION), (self._refused, _NO_CHANCE)):
-            rows = (marks >= 0).nonzero()[:, 0].tolist()
-            if rows:
-                number = int(marks[rows[0]])
-                highest = float(self.logits[rows[0]].float().amax())
-                raise UserError(what.format(row=rows[0], number=number, highest=highest))
+        """Raise UserError naming the first row and slot where there was no distribution. Call
+        before committing."""
+        rows = self.doubtful().nonzero()[:, 0].tolist()  # the one host round trip
+        if rows:
+            row = rows[0]
+            slot, highest = int(self._undefined[row]), float(self.logits[row].float().amax())
+            raise UserError(
+                f"row {row}, slot {slot} of the draft: the target's logits hold NaN or infinity, "
+                f"or every token is masked (maximum {highest}); check the weights and the dtype; "
+                "nothing was committed"
+            )
 
     def _process(self, scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
         scores = scores if scores.dtype == torch.float64 else scores.float()

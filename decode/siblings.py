@@ -65,15 +65,6 @@ class SiblingGroup:
         nothing = residual.sum(-1, keepdim=True) < NOTHING
         return Support(None if ids is None else ids[at], torch.where(nothing, probs, left))
 
-    def report(self, distribution: Distribution, reach: Tensor, rest: Tensor) -> None:
-        """Note the slots where a distribution or a chance is not finite: `distribution.check`
-        refuses the cycle then. reach: [R] float64, those with 0 were not reached. rest: as in
-        `LevelVerdict`."""
-        live = self.valid[:, 0] & (reach > 0)
-        non_finite = live & ~(rest.isfinite() & ~self.siblings.q_token.isnan().any(-1))
-        distribution.refuse(self.places.rows, self.places.kids[:, 0], non_finite)
-        distribution.miss(self.places.rows, self.places.slots, live & self.undefined)
-
 
 def groups(tree: DraftTree, distribution: Distribution, reached: Tensor) -> Iterator[SiblingGroup]:
     """Read all slots of `tree` that have children: in one go, without a host read.

@@ -17,11 +17,11 @@ decode/residual.py is the arithmetic of one level in float64, decode/siblings.py
 deterministic candidate has a point mass for q; where all of them are, the rule comes down to
 `walk`.
 
-What is not finite is reported to the `Distribution`, whose `check` refuses the cycle before
-anything is committed. `rng` is asked for first(p) and draw(weights) only: an enumerator in its
-place walks every branch. Nothing here knows a temperature: T = 0 is a distribution with one token.
-The device is asked for nothing; on a CPU, where asking is free, `walk` reads only what is reached
-and `_bonus` one distribution a row.
+A slot that has no distribution is reported to the `Distribution`, whose `check` refuses the cycle
+before anything is committed. `rng` is asked for first(p) and draw(weights) only: an enumerator in
+its place walks every branch. Nothing here knows a temperature: T = 0 is a distribution with one
+token. The device is asked for nothing; on a CPU, where asking is free, `walk` reads only what is
+reached and `_bonus` one distribution a row.
 
 Shape letters: B rows, N nodes, D levels, R slots with children, C siblings, S columns.
 """
@@ -56,8 +56,8 @@ class Verdict:
 def verify(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
     """Return accepted path and bonus token of every row.
 
-    Ask `distribution.check()` before anything is committed: it raises where a distribution, a
-    chance or a residual was not finite.
+    Ask `distribution.check()` before anything is committed: it raises where there was no
+    distribution. What the draft was drawn from is judged by decode/checks.py.
     """
     if tree.sampled is None or tree.proposal is None or not tree.width:
         return walk(tree, distribution, rng)
@@ -92,7 +92,8 @@ def traversal(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdic
             at.put_(below[start:stop, :ranks], step.accept)
             rest.append(step.rest)
         ends = torch.cat(rest)
-        group.report(distribution, at.take(own), ends)
+        live = group.valid[:, 0] & (at.take(own) > 0)
+        distribution.miss(group.places.rows, group.places.slots, live & group.undefined)
         at.put_(torch.where(group.valid[:, 0], own, n + 1), ends)
         judged.append((group, left[:, :-1]))
     reached[:, 0] = 1  # the root never rejects; rounding must not either
