@@ -29,6 +29,7 @@ from outrider.decode.models.identity import (
     sha256_template,
     sha256_tokenizer,
     sha256_weights,
+    weight_files,
 )
 from outrider.decode.models.packages import TARGETS, ensure
 
@@ -271,8 +272,7 @@ def _fits(
     place, ranks = (shards.device, shards.ranks) if shards else (place, 1)
     try:
         config, dtype = whole.get_text_config(decoder=True), str(kind).removeprefix("torch.")
-        sizes = text.sizes(whole) if text.beside(whole) else memory.headers(folder)
-        count = memory.parameters(sizes)
+        count = memory.parameters(text.empty(whole, cfg.trust_remote_code))
         need = memory.estimate(config, count, dtype, plan, quantize.bits(cfg.quantize))
         if plan.tokens and cfg.pack == "auto" and packed.takes(kind, place):
             twice = int(config.vocab_size) * int(config.hidden_size) * kind.itemsize
@@ -410,11 +410,15 @@ def _check_complete(found: dict[str, Any], folder: Path) -> None:
 def _odd_experts(folder: Path) -> list[str]:
     """Return what is wrong with experts that a checkpoint keeps apart, by the names in its files:
     what is missing of one, or is of another shape than that of the others."""
+    from safetensors import safe_open
+
     groups: dict[str, dict[int, tuple[int, ...]]] = {}
-    for name, shape, _ in memory.headers(folder):
-        if place := EXPERT.search(name):
-            alike = name[: place.start(1)] + "{}" + name[place.end(1) :]
-            groups.setdefault(alike, {})[int(place[1])] = shape
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for place in filter(None, map(EXPERT.search, file.keys())):
+                name, shape = place.string, file.get_slice(place.string).get_shape()
+                alike = name[: place.start(1)] + "{}" + name[place.end(1) :]
+                groups.setdefault(alike, {})[int(place[1])] = tuple(shape)
     wrong = []
     for alike, held in sorted(groups.items()):
         layer = alike.partition("{}")[0]

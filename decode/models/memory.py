@@ -1,7 +1,7 @@
 """Predicts how much memory decoding takes, before anything is loaded: weights, cache, tree.
 
-The weights' bytes come from the headers of the safetensors files, the cache's from the model's
-configuration, the tree's from its logits and the distribution made of them. Attention's own scratch
+The weights' bytes and the cache's come from the model's configuration, the tree's from its logits
+and the distribution made of them. Attention's own scratch
 is small beside these and covered by `SLACK`.
 
 Shape letters: B rows, L slots, N nodes, V vocabulary.
@@ -9,22 +9,18 @@ Shape letters: B rows, L slots, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from outrider.conf.disk import size
 from outrider.conf.errors import UserError
 from outrider.decode.models.facts import context_length
-from outrider.decode.models.identity import weight_files
 
 SLACK = 1.05
-Weight = tuple[str, tuple[int, ...], str]  # name, shape, dtype as a file's header names it
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -58,32 +54,14 @@ class Need:
         return f"{size(self.total)} ({parts}, and {SLACK - 1:.0%} to spare)"
 
 
-def parameters(weights: Iterable[Weight]) -> tuple[int, int]:
-    """(parameters, of them in matrices) of a model's weights, such as `headers` of its files;
-    packed MXFP4 weights as many as they are once read. (0, 0) when there are none or they cannot be
-    read: loading will say what is wrong with them."""
+def parameters(model: nn.Module) -> tuple[int, int]:
+    """(parameters, of them in matrices) of a model, such as `text.empty` makes of a config."""
     total = matrices = 0
-    try:
-        for name, shape, dtype in weights:
-            count = math.prod(shape)
-            if dtype == "U8" and name.endswith(("_blocks", "_scales")):
-                count = 2 * count if name.endswith("_blocks") else 0  # MXFP4, read unpacked
-            total += count
-            outside = "embed" in name or "lm_head" in name
-            matrices += 0 if outside or len(shape) != 2 else count
-    except (OSError, SafetensorError):
-        return 0, 0
+    for name, weight in model.named_parameters():
+        total += weight.numel()
+        outside = "embed" in name or "lm_head" in name
+        matrices += 0 if outside or weight.dim() != 2 else weight.numel()
     return total, matrices
-
-
-def headers(folder: Path) -> Iterator[Weight]:
-    """Yield (name, shape, dtype) of each tensor in a model's safetensors files. Raises OSError
-    and SafetensorError."""
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                one = file.get_slice(name)
-                yield name, tuple(one.get_shape()), one.get_dtype()
 
 
 def estimate(

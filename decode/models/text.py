@@ -6,7 +6,6 @@ read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from outrider.conf.errors import UserError
-from outrider.decode.models import facts, memory
+from outrider.decode.models import facts
 
 
 def beside(config: Any) -> bool:
@@ -47,21 +46,17 @@ def model_class(config: Any) -> Any:
     )
 
 
-def empty(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+def empty(config: Any, trust_remote_code: bool = False) -> Any:
     """Return the language model of `config` on torch's meta device, where weights take no memory.
     Raises what transformers raises of such a config, and UserError as `model_class`."""
-    kind = model_class(config)
-    make = kind.from_config if kind is AutoModelForCausalLM else kind._from_config
+    kind, given = model_class(config), {"dtype": torch.bfloat16}
     with torch.device("meta"), initialization.no_init_weights():
-        model = make(config, dtype=dtype)
+        if kind is AutoModelForCausalLM:
+            model = kind.from_config(config, trust_remote_code=trust_remote_code, **given)
+        else:
+            model = kind._from_config(config, **given)
     model.tie_weights()
     return model
-
-
-def sizes(config: Any) -> Iterator[memory.Weight]:
-    """Yield the weights of the language model of `config`, without reading any."""
-    for name, weight in empty(config).named_parameters():
-        yield name, tuple(weight.shape), ""
 
 
 @functools.cache

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from torch import nn
 
 from outrider.conf.errors import UserError
 from outrider.decode.models import memory, quantize
@@ -26,41 +25,19 @@ CONFIG = SimpleNamespace(
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    save_file(
-        {
-            "embed.weight": torch.zeros(100, 64),
-            "layer.weight": torch.zeros(64, 64),
-            "norm": torch.zeros(64),
-        },
-        tmp_path / "model.safetensors",
-    )
-    return tmp_path
-
-
-def test_parameters_come_from_the_headers(folder: Path) -> None:
-    assert memory.parameters(memory.headers(folder)) == (6400 + 4096 + 64, 4096)
-    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-    assert memory.parameters(memory.headers(folder)) == (0, 0), "loading will say what is wrong"
-
-
-def test_the_sum_by_hand(folder: Path) -> None:
+def test_the_sum_by_hand() -> None:
+    made = {"embed": nn.Embedding(100, 64), "layer": nn.Linear(64, 64, bias=False)}
+    count = memory.parameters(nn.ModuleDict({**made, "norm": nn.RMSNorm(64)}))
+    assert count == (6400 + 4096 + 64, 4096)
     plan = MemoryPlan(rows=3, tokens=50, nodes=9, drafters=1000)
-    need = memory.estimate(CONFIG, memory.parameters(memory.headers(folder)), "bfloat16", plan)
+    need = memory.estimate(CONFIG, count, "bfloat16", plan)
     assert need.weights == 2 * 10560 and need.drafters == 1000
     assert (
         need.cache == 2 * 2 * 3 * (50 + 9 + 1) * 2 * 16 * 2
     )  # K and V, layers, rows, slots, K/V heads, head, bytes
     assert need.tree == 3 * 10 * 100 * (2 + 8)
     assert need.total >= need.weights + need.cache + need.tree + need.drafters
-    small = memory.estimate(
-        CONFIG,
-        memory.parameters(memory.headers(folder)),
-        "bfloat16",
-        plan,
-        quantize.bits("bnb-nf4"),
-    )
+    small = memory.estimate(CONFIG, count, "bfloat16", plan, quantize.bits("bnb-nf4"))
     assert small.weights == (6464 * 16 + 4096 * 4.5) // 8
     assert memory.estimate(CONFIG, (0, 0), "float32", MemoryPlan()) == Need(0, 0, 0)
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from outrider.conf.errors import UserError
-from outrider.decode.models import memory, tiny
+from outrider.decode.models import memory, text, tiny
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.tiny import byte_tokenizer
 
@@ -59,7 +60,7 @@ def test_weights_are_read_as_plain_numbers(
     for name, value in want.items():
         assert found[name].dtype == getattr(torch, dtype)
         assert torch.equal(found[name].float(), value), name
-    counted, _ = memory.parameters(memory.headers(folder))
+    counted, _ = memory.parameters(text.empty(AutoConfig.from_pretrained(folder)))
     assert counted == sum(p.numel() for p in found.values())
     ids = torch.arange(4, 20)[None]
     state = target.features(ids, torch.ones_like(ids, dtype=torch.bool), (target.num_layers,))

@@ -54,7 +54,7 @@ def test_its_language_model_answers_as_the_whole_does(arch: str, folders: Path) 
     names = dict(target.model.named_parameters())
     assert not [name for name in names if any(word in name for word in OUTSIDE)]
     held = sum(p.numel() for p in names.values())
-    assert memory.parameters(text.sizes(whole.config))[0] == held
+    assert memory.parameters(text.empty(whole.config))[0] == held
     assert held == sum(
         weight.numel()
         for name, weight in whole.named_parameters()
