@@ -158,9 +158,7 @@ def number(foreign: Foreign, config: Mapping[str, Any], key: str) -> int:
     """Return a whole number of a config. Raises UserError when it is missing or absurd."""
     value = config.get(key)
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise UserError(
-            f"{foreign.folder / 'config.json'}: {key} is {value!r}; expected a whole number above 0"
-        )
+        refuse(foreign, f"{key} is {value!r}; expected a whole number above 0")
     return value
 
 
@@ -271,16 +269,14 @@ def described(foreign: Foreign, kind: str) -> dict[str, Any]:
     """Return the keys that describe the layers: those of config.json, of a folder of
     speculators its transformer_layer_config. Raises UserError where that is missing or not
     of `kind`."""
-    config, where = foreign.config, foreign.folder / "config.json"
+    config = foreign.config
     if "speculators_model_type" not in config:
         return config
     found = config.get("transformer_layer_config")
     if not isinstance(found, dict):
-        raise UserError(f"{where}: transformer_layer_config is missing; export the head again")
+        refuse(foreign, "transformer_layer_config is missing; export the head again")
     if found.get("model_type", kind) != kind:
-        raise UserError(
-            f"{where}: its layer is a {found['model_type']!r:.40} layer; {kind} layers are read"
-        )
+        refuse(foreign, f"its layer is a {found['model_type']!r:.40} layer; {kind} layers are read")
     return found
 
 
@@ -299,13 +295,13 @@ def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
     layer_types decides: `sliding_window` alone is in many configs and means nothing.
 
     Raises UserError for a window of no whole number above 0, and for layers that differ."""
-    where, kinds = foreign.folder / "config.json", config.get("layer_types")
+    kinds = config.get("layer_types")
     if not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return None
     if any(kind != "sliding_attention" for kind in kinds):
-        raise UserError(
-            f"{where}: layer_types: some layers slide and some do not; heads whose layers are "
-            "alike are read"
+        refuse(
+            foreign,
+            "layer_types: some layers slide and some do not; heads whose layers are alike are read",
         )
     return number(foreign, config, "sliding_window")
 
@@ -326,21 +322,21 @@ def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict
 
     Raises UserError for a key that is missing or absurd, and for layers that this repository
     cannot run with this target."""
-    where = foreign.folder / "config.json"
     for key, alike in UNREAD.items():
         if config.get(key) not in alike:
-            raise UserError(f"{where}: {key}: {config[key]!r:.40}; layers without it are read")
+            refuse(foreign, f"{key}: {config[key]!r:.40}; layers without it are read")
     width, heads = (number(foreign, config, key) for key in ("hidden_size", "num_attention_heads"))
     said = foreign.config.get("target_hidden_size") or width
     if width != said == target.hidden_size:
-        raise UserError(
-            f"{where}: hidden_size: {width}, its target's is {said}; heads as wide as their target "
-            "are read"
+        refuse(
+            foreign,
+            f"hidden_size: {width}, its target's is {said}; heads as wide as their target are read",
         )
     if not width == said == target.hidden_size:
-        raise UserError(
-            f"{where}: hidden_size: {width} (target_hidden_size {said!r:.40}); the target's is "
-            f"{target.hidden_size}: give the target that the head was trained for"
+        refuse(
+            foreign,
+            f"hidden_size: {width} (target_hidden_size {said!r:.40}); the target's is "
+            f"{target.hidden_size}: give the target that the head was trained for",
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(rope, dict):
@@ -349,9 +345,9 @@ def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict
             rope["rope_type"] = rope.pop("type")
         part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         if part not in (None, 1):
-            raise UserError(
-                f"{where}: partial_rotary_factor: {part!r:.40}; layers that turn whole heads are "
-                "read"
+            refuse(
+                foreign,
+                f"partial_rotary_factor: {part!r:.40}; layers that turn whole heads are read",
             )
     usual = {
         "num_hidden_layers": 1,
@@ -364,7 +360,5 @@ def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict
     given = {k: config[k] for k in LayerShape.__dataclass_fields__ if config.get(k) is not None}
     known, found = from_json({**usual, **given, "rope_parameters": rope}, LayerShape)
     if found:
-        raise UserError(
-            f"{where}: {found[0].partition('; set ')[0]}; no draft layer can be made of it"
-        )
+        refuse(foreign, f"{found[0].partition('; set ')[0]}; no draft layer can be made of it")
     return asdict(known)
