@@ -236,9 +236,14 @@ class TreeShape:
         start = sum(len(p) <= d for p in self.paths)
         return range(start, start + sum(len(p) == d + 1 for p in self.paths))
 
+    @functools.cached_property
+    def counts(self) -> Tensor:
+        """[depth + 1] int64, on the host: nodes no deeper than 0, 1 .. levels."""
+        return torch.tensor([self.level(d).start for d in range(self.depth + 1)])
+
     def size_at(self, budget: Tensor) -> Tensor:
-        """Number of nodes no deeper than `budget` [B] levels: [B] int64."""
-        return _counts(self, budget.device)[budget.clamp(0, self.depth)]
+        """Number of nodes no deeper than `budget` [B] levels, on the host: [B] int64."""
+        return self.counts[budget.clamp(0, self.depth)]
 
     def parents(self, device: torch.device) -> Tensor:
         """[1, N] int64."""
@@ -251,13 +256,6 @@ class TreeShape:
 @functools.lru_cache(maxsize=256)
 def _cut(shape: TreeShape, depth: int) -> TreeShape:
     return TreeShape(tuple(p for p in shape.paths if len(p) <= depth))
-
-
-@functools.lru_cache(maxsize=256)
-def _counts(shape: TreeShape, device: torch.device) -> Tensor:
-    """[depth + 1] int64: nodes no deeper than 0, 1 .. levels."""
-    counts = [sum(len(p) <= d for p in shape.paths) for d in range(shape.depth + 1)]
-    return torch.tensor(counts, device=device)
 
 
 @functools.lru_cache(maxsize=256)
