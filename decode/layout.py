@@ -53,13 +53,10 @@ class Places(NamedTuple):
 def places(
     inner: Inner, runs: tuple[Run, ...], count: int, n: int
 ) -> tuple[Places, tuple[Run, ...]]:
-    """Return the slots of neighbouring levels, of `count` rows of `n` nodes, and where the runs
-    stand among them."""
-    begin, end, ranks = (
-        runs[0][0][0],
-        runs[-1][-1][1],
-        max(most for run in runs for *_, most in run),
-    )
+    """Return the slots of neighbouring levels, of `count` rows of `n` nodes, and where the
+    runs stand among them."""
+    ranks = max(most for run in runs for *_, most in run)
+    begin, end = runs[0][0][0], runs[-1][-1][1]
     slots = inner.slots[:, begin:end].expand(count, -1).T.reshape(-1)
     kids = inner.kids[:, begin:end, :ranks].expand(count, -1, -1).transpose(0, 1).reshape(-1, ranks)
     rows = torch.arange(count, device=slots.device).repeat(len(slots) // count)
@@ -69,7 +66,8 @@ def places(
         for run in runs
     )
     nodes = kids.clamp(max=n - 1) + above
-    return Places(rows, slots, kids, slots + start[:, 0], kids + 1 + start, nodes), tuple(moved)
+    table = Places(rows, slots, kids, slots + start[:, 0], kids + 1 + start, nodes)
+    return table, tuple(moved)
 
 
 @dataclass(frozen=True)

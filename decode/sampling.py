@@ -226,8 +226,8 @@ class Distribution:
         return self.sampling.support(scores), undefined
 
     def miss(self, rows: Tensor, slots: Tensor, bad: Tensor) -> None:
-        """`slots` [R] of `rows` [R] are looked at and have no distribution where `bad` [R] bool; a
-        row may stand in `rows` more than once."""
+        """`slots` [R] of `rows` [R] are looked at and have no distribution where `bad` [R] bool;
+        a row may stand in `rows` more than once."""
         self._undefined.scatter_reduce_(0, rows, torch.where(bad, slots, -1), "amax")
 
     def doubtful(self) -> Tensor:
@@ -242,9 +242,9 @@ class Distribution:
             row = rows[0]
             slot, highest = int(self._undefined[row]), float(self.logits[row].float().amax())
             raise UserError(
-                f"row {row}, slot {slot} of the draft: the target's logits hold NaN or infinity, "
-                f"or every token is masked (maximum {highest}); check the weights and the dtype; "
-                "nothing was committed"
+                f"row {row}, slot {slot} of the draft: the target's logits hold NaN or "
+                f"infinity, or every token is masked (maximum {highest}); check the weights and "
+                "the dtype; nothing was committed"
             )
 
     def _process(self, scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ decode/residual.py is the arithmetic of one level in float64, decode/siblings.py
 deterministic candidate has a point mass for q; where all of them are, the rule comes down to
 `walk`.
 
-A slot that has no distribution is reported to the `Distribution`, whose `check` refuses the cycle
-before anything is committed. `rng` is asked for first(p) and draw(weights) only: an enumerator in
-its place walks every branch. Nothing here knows a temperature: T = 0 is a distribution with one
-token. The device is asked for nothing; on a CPU, where asking is free, `walk` reads only what is
-reached and `_bonus` one distribution a row.
+A slot that has no distribution is reported to the `Distribution`, whose `check` refuses the
+cycle before anything is committed. `rng` is asked for first(p) and draw(weights) only: an
+enumerator in its place walks every branch. Nothing here knows a temperature: T = 0 is a
+distribution with one token. The device is asked for nothing; on a CPU, where asking is free,
+`walk` reads only what is reached and `_bonus` one distribution a row.
 
 Shape letters: B rows, N nodes, D levels, R slots with children, C siblings, S columns.
 """

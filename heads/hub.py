@@ -44,8 +44,8 @@ def split(name: str) -> tuple[str, str | None]:
 
 @functools.cache
 def head(name: str, weights: bool = True) -> Path:
-    """Fetch the head at hub:OWNER/NAME[@REVISION], where it is not here yet, or without `weights`
-    its head.json alone; its folder.
+    """Fetch the head at hub:OWNER/NAME[@REVISION], where it is not here yet, or without
+    `weights` its head.json alone; its folder.
 
     Raises UserError where it cannot be fetched or holds no head in our own form."""
     place = _fetched(name, OWN if weights else [f"{HEAD}/{CARD}", CARD], ["*/*/*"])

@@ -4,12 +4,9 @@ answers end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from outrider.conf.errors import UserError
-
-if TYPE_CHECKING:
-    from outrider.decode.target import Target
 
 UNBOUNDED = 2**31 - 1
 
@@ -135,7 +132,17 @@ def ignored(model: Any, sampling: Any) -> dict[str, Any]:
     return {k: value for k, value in given.items() if value and value != getattr(sampling, k)}
 
 
-def notes(target: Target, sampling: Any) -> list[str]:
+class LoadedTarget(Protocol):
+    """What is asked of a decode.target.Target here. context_length: tokens."""
+
+    config: Any
+    context_length: int
+
+    @property
+    def model(self) -> Any: ...
+
+
+def notes(target: LoadedTarget, sampling: Any) -> list[str]:
     """Return what a run under `sampling` does with this target that its files would not
     lead one to expect: a line each."""
     lines = []

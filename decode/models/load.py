@@ -61,8 +61,8 @@ def load_target(
     when there is one, else the CPU). plan: what will be decoded; weights, cache and tree
     must fit before anything is loaded. shards: takes this rank's part of the layers, whose
     weights stay empty in the target; what it does not take is left where it was read. layers:
-    read so many of the first layers alone (of target=tiny all), with embedding, final norm and LM
-    head.
+    read so many of the first layers alone (of target=tiny all), with embedding, final norm
+    and LM head.
 
     Raises UserError: bad keys, missing folder, no safetensors, no network, a model without
     causal LM head, no memory on the device, a library of target.quantize that is not there."""
@@ -185,9 +185,9 @@ def _check(cfg: TargetConfig) -> None:
 
 
 def _config(cfg: TargetConfig) -> Any:
-    """Return transformers' config of a model, None where it reads none: loading itself will say
-    what is wrong. Raises UserError for a model that no draft can be scored by, before its weights
-    are fetched."""
+    """Return transformers' config of a model, None where it reads none: loading itself will
+    say what is wrong. Raises UserError for a model that no draft can be scored by, before its
+    weights are fetched."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

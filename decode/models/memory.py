@@ -1,7 +1,7 @@
 """Predicts how much memory decoding takes, before anything is loaded: weights, cache, tree.
 
-The weights' bytes and the cache's come from the model's configuration, the tree's from its logits
-and the distribution made of them. Attention's own scratch
+The weights' bytes and the cache's come from the model's configuration, the tree's from its
+logits and the distribution made of them. Attention's own scratch
 is small beside these and covered by `SLACK`.
 
 Shape letters: B rows, L slots, N nodes, V vocabulary.

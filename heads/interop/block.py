@@ -227,7 +227,8 @@ def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
     config, shape = foreign.config, layout.described(foreign, "qwen3")
     layer, said = layout.read_layer(foreign, shape, target), numbers_in(foreign, kind)
     tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}
-    tensors = layout.without_copies(foreign, tensors, {layout.EMBEDDING: target.embedding_weight})
+    copies = {layout.EMBEDDING: target.embedding_weight}
+    tensors = layout.without_copies(foreign, tensors, copies)
     ids = layout.draft_ids(foreign, tensors, target.vocab_size)
     check_numbers(foreign, target, shape, said, kind)
     near = tensors.get(NAMES["markov_in"])

@@ -296,7 +296,8 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
         "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name: t
         for name, t in plain_names(foreign.tensors).items()
     }
-    tensors = layout.without_copies(foreign, tensors, {layout.EMBEDDING: target.embedding_weight})
+    copies = {layout.EMBEDDING: target.embedding_weight}
+    tensors = layout.without_copies(foreign, tensors, copies)
     ids = layout.draft_ids(foreign, tensors, target.vocab_size)
     if layout.LM_HEAD not in tensors:
         print(
