@@ -51,10 +51,11 @@ class Inventing(InProcess):
     b, the questions before it), whatever ran before in this process.
 
     invented: number -> question of the block. seen: fingerprints of the questions on file.
-    dropped: junk by reason."""
+    unanswered: those of the block that have no answer. dropped: junk by reason."""
 
     invented: dict[int, str] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
+    unanswered: set[str] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -83,14 +84,18 @@ class Inventing(InProcess):
         return [{"role": "user", "content": self.invented[n]}], None
 
     def fail(self, n: int, error: Exception) -> None:
-        """Count an invented question that has no answer; another one replaces it."""
+        """Count an invented question that has no answer; another one replaces it, also where the
+        block is drawn again because none of it has one."""
         self.dropped["no answer"] += 1
+        self.unanswered.add(fingerprint(self.invented[n]))
 
     def check_cut(self, least: int = 1) -> None:
         """Short answers are meant to be cut."""
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Put a block on file. Its questions are seen: a resumed run knows no others."""
+        if rows:
+            self.unanswered.clear()
         self.seen |= {fingerprint(row["messages"][0]["content"]) for row in rows}
         super().append(rows)
 
@@ -112,7 +117,8 @@ class Inventing(InProcess):
                 text = clean_question(self.text(out), out.finish == "eos")
                 key = fingerprint(text)
                 reason = junk(text, self.specials)
-                if not reason and (key in self.seen or key in good):
+                known = (good, self.seen, self.unanswered)
+                if not reason and any(key in some for some in known):
                     reason = "duplicate"
                 if reason:
                     reasons[reason] += 1

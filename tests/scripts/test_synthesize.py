@@ -178,6 +178,23 @@ def test_duplicates_are_dropped_across_and_inside_blocks(tmp_path, monkeypatch) 
     assert real("Hello there. What is", False) == "Hello there.", "cut off"
 
 
+def test_a_question_without_an_answer_is_not_drawn_for_ever(tmp_path, monkeypatch) -> None:
+    """A block of which none has one is drawn again, and the same numbers draw the same."""
+    target, asked = load_target(TargetConfig(kind="tiny", vocab=260)), list[str]()
+
+    def text(self, out):
+        if out.prompt_ids == self.header:
+            return f"question {sum(out.token_ids)}"
+        asked.append(self.tokenizer.decode(out.prompt_ids))
+        assert len(asked) < 4
+        return "" if asked[-1] == asked[0] else "Yes."
+
+    monkeypatch.setattr(Inventing, "text", text)
+    ledger = Ledger(tmp_path / "a.jsonl", {})
+    Inventing(config(ledger.path), ledger, 1, target.tokenizer, target=target).run()
+    assert len(asked) == 2 and len(records(ledger.path)) == 1
+
+
 # given questions
 # -----------------------------------------------------------------------------
 
