@@ -64,48 +64,6 @@ def watched(model: Any) -> Iterator[list[Pass]]:
             hook.remove()
 
 
-def generated(
-    model: Any,
-    ids: Tensor,
-    mask: Tensor,
-    how: GenerationConfig,
-    seed: int,
-    timing: Timing,
-    helper: Any = None,
-) -> tuple[list[list[int]], list[Pass]]:
-    """Return the tokens that model.generate writes behind `ids` [B, T], and its passes.
-    how: see `settings`. helper: an assistant. timing: takes what was spent; `cycles` counts
-    passes after the prefill, which ends with the first token. Random numbers come from
-    torch's global generator, seeded here and restored."""
-    first: list[float] = []
-
-    def never(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        first.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    extra = {} if helper is None else {"assistant_model": helper}
-    with (
-        without_wishes(model),
-        watched(model) as passes,
-        torch.inference_mode(),
-        torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []),
-    ):
-        begin = time.perf_counter()
-        torch.manual_seed(seed % SEEDS)
-        criteria = StoppingCriteriaList([never])  # type: ignore[list-item]
-        given: dict[str, Any] = {"generation_config": how, "stopping_criteria": criteria, **extra}
-        rows = model.generate(ids, attention_mask=mask, **given)[:, ids.shape[1] :].tolist()
-        end = time.perf_counter()
-    later = [p for p in passes if first and p.began >= first[0]]
-    timing.total_s += end - begin
-    timing.prefill_s += (first or [end])[0] - begin
-    timing.target_s += sum(p.seconds for p in later)
-    timing.cycles += len(later)
-    begins = [*(p.began for p in later), end]
-    timing.cycle_s += [after - before for before, after in itertools.pairwise(begins)]
-    return rows, passes
-
-
 @contextlib.contextmanager
 def without_wishes(model: Any, **fields: Any) -> Iterator[None]:
     """The model with no generation_config of its own but `fields`. `generate` fills every
@@ -141,6 +99,57 @@ def settings(target: Target, sampling: Sampling, max_new_tokens: int) -> Generat
     return config
 
 
+def generated(
+    target: Target,
+    batch: Sequence[Request],
+    sampling: Sampling,
+    seed: int,
+    timing: Timing,
+    guidance: float | None = None,
+    helper: Any = None,
+) -> tuple[list[Generation], list[Pass]]:
+    """Return the answers that target.model.generate writes to prompts padded on the left, and
+    its passes. helper: an assistant, which takes one prompt at a time. timing: takes what was
+    spent; `cycles` counts passes after the prefill, which ends with the first token, and a
+    guided token's two passes once. Random numbers come from torch's global generator, seeded
+    here and restored."""
+    longest = max(len(r.prompt) for r in batch)
+    how = settings(target, sampling, max(room(target, r) for r in batch))
+    how.guidance_scale = guidance
+    left = [longest - len(r.prompt) for r in batch]
+    padded = [[how.pad_token_id] * n + list(r.prompt) for n, r in zip(left, batch, strict=True)]
+    ids = torch.tensor(padded, device=target.device)
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in left], device=target.device)
+    first: list[float] = []
+
+    def never(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        first.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    criteria = StoppingCriteriaList([never])  # type: ignore[list-item]
+    given: dict[str, Any] = {"generation_config": how, "stopping_criteria": criteria}
+    given |= {} if helper is None else {"assistant_model": helper}
+    with (
+        target.as_loaded() as model,
+        without_wishes(model),
+        watched(model) as passes,
+        torch.inference_mode(),
+        torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []),
+    ):
+        begin = time.perf_counter()
+        torch.manual_seed((seed * 1_000_003 + batch[0].id) % SEEDS)
+        rows = model.generate(ids, attention_mask=mask, **given)[:, longest:].tolist()
+        end = time.perf_counter()
+    later = [p for p in passes if first and p.began >= first[0]]
+    timing.total_s += end - begin
+    timing.prefill_s += (first or [end])[0] - begin
+    timing.target_s += sum(p.seconds for p in later)
+    timing.cycles += len(later) if helper else max(len(rows[0]) - 1, 0)
+    begins = [*(p.began for p in later), end]
+    timing.cycle_s += [after - before for before, after in itertools.pairwise(begins)]
+    return [_trim(r, row, target.eos_ids) for r, row in zip(batch, rows, strict=True)], passes
+
+
 def hf_generate(
     target: Target,
     requests: Sequence[Request],
@@ -164,30 +173,8 @@ def hf_generate(
         rows = requests[start : start + batch_size]
         longest = max(len(r.prompt) for r in rows) + max(r.max_new_tokens for r in rows)
         for batch in [rows] if longest <= target.context_length else [[row] for row in rows]:
-            generations += _batch(target, batch, sampling, seed, timing, guidance)
+            generations += generated(target, batch, sampling, seed, timing, guidance)[0]
     return DecodedRun(generations, timing)
-
-
-def _batch(
-    target: Target,
-    batch: Sequence[Request],
-    sampling: Sampling,
-    seed: int,
-    timing: Timing,
-    guidance: float | None,
-) -> list[Generation]:
-    longest, limit = max(len(r.prompt) for r in batch), max(room(target, r) for r in batch)
-    how = settings(target, sampling, limit)
-    how.guidance_scale = guidance
-    left = [longest - len(r.prompt) for r in batch]
-    ids = [[how.pad_token_id] * n + list(r.prompt) for n, r in zip(left, batch, strict=True)]
-    mask = [[0] * n + [1] * (longest - n) for n in left]
-    tokens, seen = (torch.tensor(rows, device=target.device) for rows in (ids, mask))
-    passes = timing.cycles
-    with target.as_loaded() as model:
-        rows, _ = generated(model, tokens, seen, how, seed * 1_000_003 + batch[0].id, timing)
-    timing.cycles = passes + max(len(rows[0]) - 1, 0)  # guidance makes two of each
-    return [_trim(r, row, target.eos_ids) for r, row in zip(batch, rows, strict=True)]
 
 
 def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generation:
@@ -215,20 +202,14 @@ def hf_assisted(
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     # transformers warns of a call of its own
     mute = lambda record: "generation-related arguments" not in record.getMessage()
-    with target.as_loaded() as model, draft.as_loaded() as helper, contextlib.ExitStack() as stack:
+    with draft.as_loaded() as helper, contextlib.ExitStack() as stack:
         # its generation config is where transformers looks for K
         stack.enter_context(without_wishes(helper, **constant, num_assistant_tokens=k))
         LOG.addFilter(mute)
         stack.callback(LOG.removeFilter, mute)
         for request in requests:
-            ids, limit = (
-                torch.tensor([list(request.prompt)], device=target.device),
-                room(target, request),
-            )
-            how, number = settings(target, sampling, limit), seed * 1_000_003 + request.id
-            rows, passes = generated(model, ids, torch.ones_like(ids), how, number, timing, helper)
-            answer = _trim(request, rows[0], target.eos_ids)
-            answer.cycles = _cycles(passes, answer, limit, k)
+            (answer,), passes = generated(target, [request], sampling, seed, timing, helper=helper)
+            answer.cycles = _cycles(passes, answer, room(target, request), k)
             for cycle in answer.cycles:
                 kept = slice(cycle.start, cycle.start + cycle.accepted)
                 answer.from_draft[kept] = [True] * cycle.accepted
