@@ -40,7 +40,7 @@ from outrider.heads.drafters import refuse_other, resolve_drafter
 from outrider.scripts.certificate import server_asked
 from outrider.scripts.certificate.config import CertifyConfig
 from outrider.scripts.certificate.controls import run_controls
-from outrider.scripts.certificate.layers import bound, forecast, run_layers, verdict
+from outrider.scripts.certificate.layers import bound, run_layers, verdict
 from outrider.scripts.certificate.setup import open_setup
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name
@@ -97,7 +97,6 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     head = {"name": cfg.drafter, **facts_of(cfg.drafter, target)}
     prompts = fitting(cfg.prompts, known, target)
     about, plan, start = about_target(target, cfg.sampling()), cfg.plan(), datetime.now(UTC)
-    print(forecast(target, drafter, prompts, plan), file=sys.stderr, flush=True)
     with Steps(quiet=cfg.quiet) as bar:
         setup = open_setup(target, prompts, plan, by_name(bar))
         layers, controls = run_layers(setup, drafter), run_controls(setup)

@@ -12,27 +12,21 @@ controls    wrong code through the same layers: each must be rejected (controls.
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import Request
 from outrider.decode.sampling import Sampling
-from outrider.decode.target import Target
 from outrider.scripts.certificate import uniformity
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from outrider.scripts.certificate.greedy import greedy_layer
-from outrider.scripts.certificate.recorder import recorded
 from outrider.scripts.certificate.sampled import MOST_TESTS, sampling_layer
 from outrider.scripts.certificate.setup import CertificatePlan, CertifySetup
-from outrider.scripts.common.progress import OnProgress, clock, silent
+from outrider.scripts.common.progress import OnProgress
 
 CASE_LIMIT = 1e-12
-PILOT = 8  # small models, and tokens of an answer, by which the time is predicted
 # cycles with a draft below which the last layer says little about a drafter
 FEWEST_DRAFTS = {"sampling": 100, "greedy": 1}
 
@@ -70,28 +64,6 @@ def exact_layer(plan: CertificatePlan, on_progress: OnProgress) -> dict[str, Any
         "limit": CASE_LIMIT,
         "why": "" if passed else f"output distribution off by {worst:.3g}",
     }
-
-
-def forecast(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], plan: CertificatePlan
-) -> str:
-    """Return what will be run and about how long it takes, by the pace of a few small models
-    and of short answers, the second time that they are written."""
-    greedy = plan.greedy_prompts * plan.greedy_tokens
-    tokens, controls = (0, 2) if plan.sampling.greedy else (plan.tokens, 3)
-    count = min(plan.batch_size, plan.greedy_prompts, math.ceil(plan.tokens / plan.max_new_tokens))
-    requests = [Request(prompts[i % len(prompts)], PILOT, id=i) for i in range(max(count, 1))]
-    for _ in range(2):
-        begin = time.perf_counter()
-        run, _ = recorded(target, drafter, requests, plan)
-    pace = (time.perf_counter() - begin) / sum(len(g.token_ids) for g in run.generations)
-    begin = time.perf_counter()
-    exact_layer(dataclasses.replace(plan, cases=min(PILOT, plan.cases)), silent)
-    cases = (time.perf_counter() - begin) * plan.cases / min(PILOT, plan.cases)
-    # greedy by generate, by the drafter, by a control; a control's sample as large as ours at most
-    seconds = cases + pace * (3 * greedy + 2 * tokens)
-    what = f"{plan.cases} small models, {greedy:,} greedy and {tokens:,} sampled tokens"
-    return f"{what}, {controls} controls: about {clock(seconds)}"
 
 
 def bound(layers: Sequence[dict[str, Any]], alpha: float, detect: float) -> dict[str, Any]:
