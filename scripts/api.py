@@ -39,8 +39,8 @@ from outrider.decode.target import Target
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.names import NONE
 from outrider.scripts import cli
+from outrider.scripts.common.keys import SamplingKeys
 from outrider.scripts.common.prompts import chat_ids, question_ids
-from outrider.scripts.common.sampling_keys import SamplingKeys
 
 __all__ = ["Answer", "Piece", "UserError", "generate", "load_drafter", "load_target", "train"]
 

@@ -52,7 +52,7 @@ class Conversation:
 
         self.cfg = cfg
         refuse_other([cfg.drafter], cfg.target)
-        self.target = load_target(cfg.target, cfg.dtype)
+        self.target = load_target(cfg.target, cfg.dtype, cfg.device)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
         self.console = Console(highlight=False, soft_wrap=True)
         self.number = 0

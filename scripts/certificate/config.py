@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Gt
 
 from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed
-from outrider.decode.models.config import TargetConfig
 from outrider.scripts.certificate import FEWEST
+from outrider.scripts.common.keys import PenaltyKeys, TargetKeys
 from outrider.scripts.common.names import no_drafters, no_prompts
-from outrider.scripts.common.sampling_keys import PenaltyKeys
 
 if TYPE_CHECKING:
     from outrider.scripts.certificate.server_asked import ServerPlan
@@ -23,7 +22,7 @@ ALPHA, URL_ALPHA = 1e-4, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(PenaltyKeys):
+class CertifyConfig(PenaltyKeys, TargetKeys):
     """Keys of scripts/certify.py: with `url` a running server is asked, without it this engine
     is certified."""
 
@@ -36,8 +35,6 @@ class CertifyConfig(PenaltyKeys):
     out: str = ""
     # replace the certificate of something else in `out`
     overwrite: bool = False
-    # the frozen model whose distribution is at stake
-    target: TargetConfig = field(default_factory=TargetConfig)
     # 0 = greedy: then the greedy layer decides alone; a server is asked at 0.6 times it as well
     temperature: NotNegative = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
@@ -71,8 +68,6 @@ class CertifyConfig(PenaltyKeys):
     key_env: str = ""
     # float32, bfloat16 or float16; rounding is smallest in float32
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
     # addresses all random numbers
     seed: Seed = 0
     # no progress bar

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outrider.conf.rules import NotNegative, OneOrMore, Seed
-from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
+from outrider.scripts.common.keys import DecodingKeys, SamplingKeys
 from outrider.scripts.common.names import no_drafters
-from outrider.scripts.common.sampling_keys import SamplingKeys
 
 
 @dataclass(frozen=True)
-class ChatConfig(SamplingKeys, AutoDtype):
+class ChatConfig(SamplingKeys, DecodingKeys):
     """Keys of scripts/chat.py."""
 
-    # the model to talk to
-    target: TargetConfig = field(default_factory=TargetConfig)
     # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION], @chain or @tree
     # behind them; @adaptive adapts the depth
     drafter: str = "none"
     temperature: NotNegative = 0.7
     # longest answer, tokens
     max_new_tokens: OneOrMore = 256
-    # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
-    # it), bfloat16, float32 or float16
-    dtype: Dtype = "bfloat16"
     # seed of all draws
     seed: Seed = 0
     # system message; empty: the chat template's own

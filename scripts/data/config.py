@@ -18,7 +18,7 @@ from outrider.conf.rules import (
     Share,
     ZeroOrMore,
 )
-from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
+from outrider.scripts.common.keys import DecodingKeys
 
 UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small to fetch
 
@@ -28,13 +28,11 @@ HERE = ("chat_template_kwargs",)  # keys of a request that mean something in thi
 
 
 @dataclass(frozen=True)
-class SynthesizeConfig(AutoDtype):
+class SynthesizeConfig(DecodingKeys):
     """Keys of scripts/synthesize.py."""
 
     # JSONL file to write or to continue
     out: NotEmpty
-    # the model that writes the conversations
-    target: TargetConfig = field(default_factory=TargetConfig)
     # who answers. local: the target in this process; openai: a server
     backend: Literal["local", "openai"] = "local"
     # rows hold the tokens too, {input_ids, loss_mask} as they were read and drawn; training, here
@@ -47,9 +45,6 @@ class SynthesizeConfig(AutoDtype):
     seed: Seed = 0
     # local: conversations decoded at a time, and the block by which the file grows
     batch: OneOrMore = 96
-    # local: number format of the target: auto (bfloat16, but float32 on a CPU without instructions
-    # for it), bfloat16, float32 or float16
-    dtype: Dtype = "bfloat16"
     # local: longest invented question, tokens
     max_question_tokens: OneOrMore = 64
     # longest answer, tokens; null = 200, with prompts 4096: a model that thinks needs them

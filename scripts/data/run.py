@@ -84,7 +84,7 @@ async def _by_server(
 
 def _here(cfg: SynthesizeConfig, questions: Questions | None, total: int, path: Path) -> None:
     """The target answers in this process."""
-    target = load_target(cfg.target, cfg.dtype)
+    target = load_target(cfg.target, cfg.dtype, cfg.device)
     made = {f"target.{k}": v for k, v in target.identity.to_json().items() if k != "path"}
     made |= {"batch": cfg.batch, "dtype": cfg.dtype}
     if questions is None:

@@ -9,9 +9,10 @@ from typing import Annotated
 
 from outrider.conf.paths import REPOSITORY, missing
 from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, ZeroOrMore, one_of
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES
 from outrider.heads.names import HUB
 from outrider.heads.registry import FORMATS
+from outrider.scripts.common.keys import TargetKeys
 from outrider.scripts.common.names import no_drafters, no_prompts
 
 AS_WRITTEN = "as_written"
@@ -19,7 +20,7 @@ PUBLISHED = "give the folder of a published head (config.json and its weights)"
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(TargetKeys):
     """Keys of scripts/export.py."""
 
     # run folder, head folder or hub:OWNER/NAME[@REVISION] to export
@@ -28,8 +29,6 @@ class ExportConfig:
     format: Annotated[str, one_of(FORMATS)]
     # folder to write
     out: str
-    # the target that the head was trained for
-    target: TargetConfig = field(default_factory=TargetConfig)
     # replace an earlier export in `out`, as a whole
     overwrite: bool = False
     # float32, bfloat16 or float16, with format=gguf also q8_0; bfloat16 holds a bfloat16 target's
@@ -46,8 +45,6 @@ class ExportConfig:
     num_prompts: OneOrMore = 8
     # most tokens of an answer in expected.json
     max_new_tokens: OneOrMore = 32
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""
@@ -86,15 +83,13 @@ class CheckConfig:
 
 
 @dataclass(frozen=True)
-class ImportConfig:
+class ImportConfig(TargetKeys):
     """Keys of scripts/import_head.py."""
 
     # folder of the published head (config.json and its weights), or hub:OWNER/NAME[@REVISION]
     from_: str
     # head folder to write
     out: str
-    # the target that the head was trained for
-    target: TargetConfig = field(default_factory=TargetConfig)
     # how to read what files cannot show; the probe names the one that fits
     convention: str = AS_WRITTEN
     # try the known conventions on a few prompts
@@ -103,8 +98,6 @@ class ImportConfig:
     prompts: str = "scripts/prompts/demo.jsonl"
     # dtype that the target runs in: float32, bfloat16 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "float32"
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
     # replace a head in `out`, as a whole
     overwrite: bool = False
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore
-from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
+from outrider.scripts.common.keys import DecodingKeys, PenaltyKeys
 from outrider.scripts.common.names import SERVER, no_drafters, no_prompts, wrong_address
-from outrider.scripts.common.sampling_keys import PenaltyKeys
 from outrider.scripts.data.suites import SuiteConfig
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(PenaltyKeys, AutoDtype):
+class EvaluateConfig(PenaltyKeys, DecodingKeys):
     """Keys of scripts/evaluate.py."""
 
     # folder for report.json, report.html, outputs.jsonl and figures/
     out: str
     # replace the report of another evaluation in `out`
     overwrite: bool = False
-    # the frozen model that all drafters draft for
-    target: TargetConfig = field(default_factory=TargetConfig)
     # none, ngram, hf_generate, run folders, head folders or hub:OWNER/NAME[@REVISION];
     # FOLDER@chain and FOLDER@tree choose the shape, @adaptive behind any of them an adaptive
     # draft length; FOLDER@tree+ngram joins the drafts of two; NAME@http://HOST:PORT is a
@@ -36,11 +33,6 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     temperatures: list[NotNegative] = field(default_factory=list)
     # most tokens per answer
     max_new_tokens: OneOrMore = 128
-    # auto (bfloat16, but float32 on a CPU without
-    # instructions for it), bfloat16, float32 or float16
-    dtype: Dtype = "bfloat16"
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
     # prompts that are decoded together
     batch_size: OneOrMore = 1
     # addresses all random numbers: same seed, same answers

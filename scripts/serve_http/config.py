@@ -8,16 +8,14 @@ from typing import Annotated
 from annotated_types import Interval
 
 from outrider.conf.rules import Filled, OneOrMore
-from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
+from outrider.scripts.common.keys import DecodingKeys
 from outrider.scripts.common.names import no_drafters
 
 
 @dataclass(frozen=True)
-class ServeConfig(AutoDtype):
+class ServeConfig(DecodingKeys):
     """Keys of scripts/serve.py."""
 
-    # the model that is served
-    target: TargetConfig = field(default_factory=TargetConfig)
     # drafters that a request may name, the first one where it names none; none is always there
     drafters: Filled[str] = field(default_factory=lambda: ["none"])
     # the model's name in the API; empty: the target's own
@@ -32,11 +30,6 @@ class ServeConfig(AutoDtype):
     longest: Annotated[int, Interval(ge=2)] = 4096
     # tokens of an answer whose request names no limit
     max_new_tokens: OneOrMore = 512
-    # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
-    # it), bfloat16, float32 or float16
-    dtype: Dtype = "bfloat16"
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""

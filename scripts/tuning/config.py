@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge
 
 from outrider.conf.rules import OneOrMore, Seed
-from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
+from outrider.scripts.common.keys import DecodingKeys, PenaltyKeys
 from outrider.scripts.common.names import no_drafters, no_prompts
-from outrider.scripts.common.sampling_keys import PenaltyKeys
 
 
 @dataclass(frozen=True)
-class TuneConfig(PenaltyKeys, AutoDtype):
+class TuneConfig(PenaltyKeys, DecodingKeys):
     """Keys of scripts/tune.py."""
 
     # ngram, a run folder, a head folder, hub:OWNER/NAME[@REVISION] or a smaller model;
@@ -24,19 +23,12 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     out: str
     # replace the tune.json of something else in `out`
     overwrite: bool = False
-    # the frozen model
-    target: TargetConfig = field(default_factory=TargetConfig)
     # prompts like those that will be asked: acceptance depends on them
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them, from its categories one after the other
     num_prompts: Annotated[int, Ge(2)] = 16
     # longest answer, tokens
     max_new_tokens: Annotated[int, Ge(8)] = 64
-    # auto (bfloat16, but float32 on a CPU without
-    # instructions for it), bfloat16, float32 or float16
-    dtype: Dtype = "bfloat16"
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
     # prompts that are decoded together: what the choice is made for
     batch_size: OneOrMore = 1
     # deepest chain or dynamic tree

@@ -1,18 +1,38 @@
-"""The keys of a sampling setting, for the commands that decode."""
+"""The keys that several commands share: a target, a sampling setting."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
 from outrider.conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
+from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
 
 if TYPE_CHECKING:
     from outrider.decode.sampling import Sampling
 
 COLDEST = 1e-37  # of a temperature above 0: what decode.sampling.Sampling takes beyond the ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetKeys:
+    """Keys of every command that runs a target."""
+
+    # the frozen model
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingKeys(AutoDtype, TargetKeys):
+    """Those of the commands in which it answers."""
+
+    # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
+    # it), bfloat16, float32 or float16
+    dtype: Dtype = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
