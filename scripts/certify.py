@@ -26,10 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
 from outrider.decode.models import facts

@@ -13,13 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-# Run as a file: scripts/ comes first on the path and would shadow libraries.
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry

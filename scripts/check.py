@@ -11,11 +11,7 @@ what the file holds.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.conf.schema import entry
 from outrider.scripts.common import files

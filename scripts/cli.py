@@ -5,7 +5,7 @@ name, from any folder.
     outrider evaluate target=smollm2 'drafters=[none,runs/eagle3@tree]' out=reports/eagle3
     outrider ls heads
 
-A verb is a file: the process becomes `python FILE KEY=VALUE ...`, so keys, errors and exit
+A verb is a file: the process becomes `python -m MODULE KEY=VALUE ...`, so keys, errors and exit
 codes are the file's own. `VERB --help` is made of the file's first words and of its keys,
 whose modules import neither torch nor transformers; by the same keys a command line with a
 mistake is refused here already, in the file's words, before anything heavy is loaded.
@@ -208,6 +208,9 @@ def launched(file: str, processes: int, words: Iterable[str]) -> list[str]:
     machine without any they run on its processors.
     """
     command = [sys.executable, str(ROOT / file), *words]
+    if processes == 1 and file.startswith("scripts/"):  # -P: no folder may shadow a library
+        module = f"outrider.{file.removesuffix('.py').replace('/', '.')}"
+        return [sys.executable, "-P", "-m", module, *words]
     if processes == 1:
         return command
     from outrider.train.launch import devices

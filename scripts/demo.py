@@ -35,9 +35,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from outrider.conf.errors import Interrupted, UserError, resumable
 from outrider.conf.schema import entry
 from outrider.decode.models.arithmetic import dtype_on

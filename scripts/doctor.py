@@ -15,11 +15,7 @@ predicts. out=FILE.json keeps it as it goes.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.conf.schema import entry
 from outrider.scripts.machine import look

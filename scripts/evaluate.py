@@ -31,10 +31,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-
 from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all

@@ -14,12 +14,8 @@ how to serve and what to look at.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
-
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 

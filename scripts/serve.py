@@ -31,9 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.conf.errors import UserError

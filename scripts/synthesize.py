@@ -19,12 +19,7 @@ settings; other settings are refused."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-# Run as a file: scripts/ comes first on the path and would shadow libraries.
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.conf.schema import entry
 from outrider.scripts.common.files import sole_writer

@@ -10,11 +10,7 @@ overwrite=true alone replaces where it is of something else.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
 

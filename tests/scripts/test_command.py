@@ -125,8 +125,8 @@ def test_words_reach_the_file_as_they_are(
     assert call(["train", "eagle1", *sound], monkeypatch) == 0
     assert call(["train", "medusa", *sound, "--launch", "8"], monkeypatch) == 0
     python, train = sys.executable, ROOT / "train"
-    assert taken[0] == [python, str(ROOT / "scripts/evaluate.py"), *keys]
-    assert taken[1] == [python, str(ROOT / "scripts/import_head.py"), "from=.", "out=y"]
+    assert taken[0] == [python, "-P", "-m", "outrider.scripts.evaluate", *keys]
+    assert taken[1] == [python, "-P", "-m", "outrider.scripts.import_head", "from=.", "out=y"]
     assert taken[2] == [python, str(train / "head.py"), "head=eagle1", *sound]
     assert taken[3][2:6] == ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "8"]
     assert taken[3][-4:] == [str(train / "medusa.py"), *sound]
