@@ -8,6 +8,7 @@ folder of the set itself, as `hf download` leaves it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,13 +63,13 @@ def described(path: Path, schema: type[P]) -> P:
     return found
 
 
-def rows_of(which: Published) -> Any:
-    """Return the rows of a set, a datasets.Dataset. Raises UserError for a set that cannot
-    be had."""
+def rows_of(which: Published, columns: Iterable[str]) -> Any:
+    """Return the rows of a set, a datasets.Dataset of these columns ("" is none of them). Raises
+    UserError for a set that cannot be had, or lacks one of them."""
     import datasets
 
     try:
-        return datasets.load_dataset(**_where(which))
+        rows: Any = datasets.load_dataset(**_where(which))
     except UserError:
         raise
     except Exception as error:  # the library raises what its file systems and parsers do
@@ -77,6 +78,14 @@ def rows_of(which: Published) -> Any:
             f"{which.word}: {which.name}: {which.path or which.dataset} could not be loaded "
             f"({type(error).__name__}: {reason}); {which.place}=FILE takes a copy on this disk"
         ) from None
+    wanted = list(dict.fromkeys(filter(None, columns)))
+    if lacking := [column for column in wanted if column not in rows.column_names]:
+        there = ", ".join(rows.column_names[:8]) or "none"
+        raise UserError(
+            f"{which.word}: {which.name} has no column {lacking[0]!r} (its columns: {there}); "
+            f"another version of the set? {which.place}=FILE takes a copy on this disk"
+        )
+    return rows.select_columns(wanted)
 
 
 def copies(which: Published, folder: Path) -> list[Path]:

@@ -95,7 +95,8 @@ def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
             return path
     say(f"reading {which.name} from {which.path or 'the hub'}; licence: {which.licence}")
     questions = _unseen(unseen, hub=not which.path)
-    rows, lines, left = _rows(which), dict[int, str](), Counter[str]()
+    rows = rows_of(which, (which.column, which.more, *which.keep))
+    lines, left = dict[int, str](), Counter[str]()
     for number, row in enumerate(rows, 1):
         try:
             messages = _messages(which, row)
@@ -149,19 +150,6 @@ def _key(turns: Sequence[str]) -> int:
     """Return what equal questions share, and where one is in the file."""
     text = "\0".join(map(fingerprint, turns)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
-def _rows(which: PromptSet) -> Any:
-    """Return the rows with the columns that are needed. Raises UserError where one is missing."""
-    rows = rows_of(which)
-    wanted = list(dict.fromkeys([which.column, *filter(None, [which.more]), *which.keep]))
-    if lacking := [column for column in wanted if column not in rows.column_names]:
-        there = ", ".join(rows.column_names[:8]) or "none"
-        raise UserError(
-            f"prompts: {which.name} has no column {lacking[0]!r} (its columns: {there}); another "
-            f"version of the set? {which.place}=FILE takes a copy on this disk"
-        )
-    return rows.select_columns(wanted)
 
 
 def _messages(which: PromptSet, row: dict[str, Any]) -> list[dict[str, str]]:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.conf.errors import UserError
-from outrider.conf.jsonl import is_whole
 from outrider.conf.rules import ZeroOrMore
 from outrider.conf.schema import CONF
-from outrider.scripts.common.prompts import Prompt
+from outrider.scripts.common.prompts import Prompt, requested, spoken
 from outrider.scripts.common.published import Published, described, rows_of
 
 SHOWN = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")
@@ -54,7 +53,8 @@ def load_suite(suite: SuiteConfig) -> tuple[list[Prompt], dict[str, Any]]:
     categories and turns among it. Raises UserError for a set that cannot be had, for a missing
     column, and for a row without text."""
     prompts, seen = [], set()
-    for number, row in enumerate(rows_of(suite), 1):
+    columns = (suite.turns, suite.more, suite.id, suite.category)
+    for number, row in enumerate(rows_of(suite, columns), 1):
         prompt = _prompt(suite, row, number)
         if prompt.id in seen:
             raise UserError(f"suite: {suite.name}: row {number}: id {prompt.id!r} came before")
@@ -71,20 +71,14 @@ def load_suite(suite: SuiteConfig) -> tuple[list[Prompt], dict[str, Any]]:
 
 
 def _prompt(suite: SuiteConfig, row: dict[str, Any], number: int) -> Prompt:
-    where = f"suite: {suite.name}: row {number}"
-    for column in filter(None, (suite.turns, suite.more, suite.id, suite.category)):
-        if column not in row:
-            known = ", ".join(map(str, list(row)[:8])) or "none"
-            raise UserError(f"{where} has no column {column!r} (its columns: {known})")
-    text = row[suite.turns]
+    text, more = row[suite.turns], row[suite.more] if suite.more else ""
     turns = [text] if isinstance(text, str) else text
-    if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
-        raise UserError(f"{where}: {suite.turns} holds neither text nor a list of texts")
-    more = row[suite.more] if suite.more else ""
-    if more:
-        turns = [f"{turns[0]}\n\n{more}", *turns[1:]] if turns else []
-    if not turns or any(not turn.strip() for turn in turns) or not all(map(is_whole, turns)):
-        raise UserError(f"{where}: {suite.turns} holds an empty turn, or half a character")
+    if more and turns:
+        turns = [f"{turns[0]}\n\n{more}", *turns[1:]]
+    try:
+        asked = requested(*spoken({"turns": turns}))
+    except ValueError as error:
+        raise UserError(f"suite: {suite.name}: row {number}: {suite.turns}: {error}") from None
     name = str(row[suite.id]) if suite.id else str(number)
     category = str(row[suite.category]) if suite.category else suite.name
-    return Prompt(name, category, list(turns))
+    return Prompt(name, category, [turn["content"] for turn in asked])

@@ -66,7 +66,7 @@ def test_the_form_of_the_set_is_read(
     "suite, text, described",
     [
         (SuiteConfig("x", path="none-such"), None, "suite.path: none-such is not there"),
-        (SuiteConfig("x", turns="q"), '{"a": "b"}', "row 1 has no column 'q' .its columns: a"),
+        (SuiteConfig("x", turns="q"), '{"a": "b"}', "suite: x has no column 'q' .its columns: a"),
         (SuiteConfig("x", turns="a"), '{"a": " "}', "holds an empty turn"),
         (SuiteConfig("x", turns="a"), "{", "could not be loaded"),
         (SuiteConfig("x", turns="a"), "", "suite: x: "),
