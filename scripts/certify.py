@@ -26,7 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
 from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
@@ -40,8 +39,9 @@ from outrider.scripts.certificate.layers import bound, run_layers, verdict
 from outrider.scripts.certificate.setup import open_setup
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name
-from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
+from outrider.scripts.common.prompts import load_prompts, question_ids
 from outrider.scripts.reports.table import Table
+from outrider.scripts.scoring.interleaved import fitting
 from outrider.scripts.scoring.systems import facts_of
 
 # exit codes of the verdicts, the last two of a server
@@ -68,19 +68,6 @@ def main(cfg: CertifyConfig) -> int:
         return certified(cfg, Path(cfg.out))
 
 
-def fitting(path: str, known: list[Prompt], target: Target) -> list[list[int]]:
-    """Return token ids of the first turns that leave room in the target's context. Raises
-    UserError for none."""
-    found = [question_ids(target.tokenizer, p.turns[0]) for p in known]
-    found = [p for p in found if len(p) < target.context_length]
-    if not found:
-        raise UserError(
-            f"prompts: none of {path} leaves room in the target's context of "
-            f"{target.context_length}; give shorter ones"
-        )
-    return found
-
-
 def certified(cfg: CertifyConfig, out: Path) -> int:
     """Run every layer, write, say the verdict: the exit code."""
     known = load_prompts(Path(cfg.prompts))
@@ -91,7 +78,9 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         print(line, file=sys.stderr)
     drafter = resolve_drafter(cfg.drafter, target)
     head = {"name": cfg.drafter, **facts_of(cfg.drafter, target)}
-    prompts = fitting(cfg.prompts, known, target)
+    longest = max(cfg.max_new_tokens, cfg.greedy_tokens)
+    texts = [prompt.turns[0] for prompt in fitting(known, target, longest, [])]
+    prompts = [question_ids(target.tokenizer, text) for text in texts]
     about, plan, start = about_target(target, cfg.sampling()), cfg.plan(), datetime.now(UTC)
     with Steps(quiet=cfg.quiet) as bar:
         setup = open_setup(target, prompts, plan, by_name(bar))

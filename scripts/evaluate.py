@@ -31,10 +31,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.conf.errors import UserError, resumable
+from outrider.conf.errors import resumable
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
-from outrider.decode.checks import unfit
 from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
@@ -44,12 +43,12 @@ from outrider.heads.parity import Parity
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.names import wrong_drafter
-from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, thinned
+from outrider.scripts.common.prompts import Prompt, load_prompts, thinned
 from outrider.scripts.data.suites import load_suite
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.wandb_log import to_wandb
 from outrider.scripts.scoring.config import EvaluateConfig
-from outrider.scripts.scoring.interleaved import ContestSettings, System, run_contest
+from outrider.scripts.scoring.interleaved import ContestSettings, System, fitting, run_contest
 from outrider.scripts.scoring.parity import gates
 from outrider.scripts.scoring.same_tokens import lossless
 from outrider.scripts.scoring.score import Scores, output_lines
@@ -144,27 +143,6 @@ def planned(cfg: EvaluateConfig, prompts: list[Prompt]) -> MemoryPlan:
     earlier ones and their answers."""
     longest = max(sum(len(t) // 2 + cfg.max_new_tokens for t in p.turns) for p in prompts)
     return MemoryPlan(cfg.batch_size, longest, PLANNED_NODES)
-
-
-def fitting(
-    prompts: list[Prompt], target: Target, new: int, bad: list[dict[str, str]]
-) -> list[Prompt]:
-    """Return the prompts whose first turn fits the target's context. new: tokens of an
-    answer.
-
-    bad: takes {name, reason} of the others. Raises UserError when none fits.
-    """
-    kept = []
-    for prompt in prompts:
-        why = unfit(target, len(question_ids(target.tokenizer, prompt.turns[0])), new)
-        if not why:
-            kept.append(prompt)
-            continue
-        reason = f"prompts: {prompt.id} {why}; shorten or remove it"
-        bad.append({"name": prompt.id, "reason": reason})
-    if not kept:
-        raise UserError(f"{bad[-1]['reason']} (and no other prompt fits)")
-    return kept
 
 
 def kept_in(

@@ -219,6 +219,27 @@ class Runner:
         return Request(ids, limit, id=request_id(self.numbers[p.id], turn))
 
 
+def fitting(
+    prompts: list[Prompt], target: Target, new: int, bad: list[dict[str, str]]
+) -> list[Prompt]:
+    """Return the prompts whose first turn fits the target's context. new: tokens of an
+    answer.
+
+    bad: takes {name, reason} of the others. Raises UserError when none fits.
+    """
+    kept = []
+    for prompt in prompts:
+        why = unfit(target, len(question_ids(target.tokenizer, prompt.turns[0])), new)
+        if not why:
+            kept.append(prompt)
+            continue
+        reason = f"prompts: {prompt.id} {why}; shorten or remove it"
+        bad.append({"name": prompt.id, "reason": reason})
+    if not kept:
+        raise UserError(f"{bad[-1]['reason']} (and no other prompt fits)")
+    return kept
+
+
 def run_contest(
     target: Target,
     prompts: Sequence[Prompt],
