@@ -17,15 +17,15 @@ from outrider.conf.schema import entry
 from outrider.scripts.common import files
 from outrider.scripts.exporting import contract, contract_check
 from outrider.scripts.exporting.config import CheckConfig
-from outrider.scripts.scoring.servers import Address
+from outrider.scripts.scoring.servers import Endpoint
 
 
 @entry("check", CheckConfig)
 def main(cfg: CheckConfig) -> int:
     """Ask, compare, say."""
     wanted = contract.load(Path(cfg.expected).expanduser())
-    address = Address(cfg.url, cfg.timeout, cfg.retries, 1, cfg.key_env)
-    found = contract_check.checked(wanted, address)
+    server = Endpoint(cfg.url, cfg.timeout, cfg.retries, cfg.key_env)
+    found = contract_check.checked(wanted, server)
     if cfg.out:
         files.write_json(Path(cfg.out), found | {"url": cfg.url, "command": files.command()})
     for line in contract_check.summary(found):

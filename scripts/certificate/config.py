@@ -111,11 +111,11 @@ class CertifyConfig(PenaltyKeys, TargetKeys):
     def server_plan(self, prompts: list[str]) -> ServerPlan:
         """Return what a server is asked and how it is judged."""
         from outrider.scripts.certificate.server_asked import ServerPlan
-        from outrider.scripts.scoring.servers import Address
+        from outrider.scripts.scoring.servers import Endpoint
 
         levels = tuple(sorted(set(self.at_a_time)))
         return ServerPlan(
-            Address(self.url, min(ANSWER, self.seconds), RETRIES, max(levels), self.key_env),
+            Endpoint(self.url, min(ANSWER, self.seconds), RETRIES, self.key_env),
             prompts,
             self.temperature,
             self.tokens or URL_TOKENS,

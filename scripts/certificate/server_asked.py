@@ -24,7 +24,7 @@ from outrider.scripts.certificate.server_places import JudgedAnswer
 from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.scoring.counters import rise
 from outrider.scripts.scoring.server_forms import VLLM, Reply, ServerRequest
-from outrider.scripts.scoring.servers import SERVE, Address, Endpoint
+from outrider.scripts.scoring.servers import SERVE, Endpoint
 
 BEST = 20  # likeliest tokens of a place; engines tell no more by default
 CUT, NUCLEUS = 16, 0.9  # top_k and top_p: their edges lie among the BEST likeliest
@@ -45,7 +45,7 @@ UNTESTED = [
 class ServerPlan:
     """tokens: sampled ones, most. seconds: of everything. levels: requests at a time."""
 
-    address: Address
+    server: Endpoint
     prompts: Sequence[str]
     temperature: float
     tokens: int
@@ -83,7 +83,7 @@ def judged(plan: ServerPlan, on_progress: OnProgress) -> dict[str, Any]:
 
 
 async def _ask(plan: ServerPlan, on_progress: OnProgress) -> tuple[_Collected, dict[str, Any]]:
-    collected, server = _Collected(), Endpoint(plan.address)
+    collected, server = _Collected(), plan.server
     before = after = None
     try:
         async with asyncio.timeout(plan.seconds - JUDGING), server:
@@ -100,7 +100,7 @@ async def _ask(plan: ServerPlan, on_progress: OnProgress) -> tuple[_Collected, d
         )
     found = rise(before, after).rose
     drafted = (collected.drafted or None) if found is None else found["draft_tokens"]
-    about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
+    about = {"url": server.url, "kind": server.kind, "model": server.model}
     return collected, about | {"drafted": drafted}
 
 

@@ -17,7 +17,7 @@ from outrider.decode import stats
 from outrider.scripts.exporting.contract import Contract, Row
 from outrider.scripts.scoring.counters import Rise, rise
 from outrider.scripts.scoring.server_forms import Reply, ServerRequest
-from outrider.scripts.scoring.servers import Address, Endpoint
+from outrider.scripts.scoring.servers import Endpoint
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Asked:
         return page["draft_tokens"], page["accepted_tokens"], page["drafts"]
 
 
-def checked(wanted: Contract, address: Address) -> dict[str, Any]:
+def checked(wanted: Contract, server: Endpoint) -> dict[str, Any]:
     """Return what a server did against a contract, with its kind; counters: what is wrong
     with its counters.
 
@@ -63,7 +63,7 @@ def checked(wanted: Contract, address: Address) -> dict[str, Any]:
 
     Raises UserError for a server that cannot be asked.
     """
-    kind, unread, every = asyncio.run(_asked(wanted, address))
+    kind, unread, every = asyncio.run(_asked(wanted, server))
     last = [asked[-1] for asked in every]  # of every prompt, after near ties
     faults = [
         f"prompt {number}: {one.parting.said}"
@@ -89,10 +89,10 @@ def checked(wanted: Contract, address: Address) -> dict[str, Any]:
     }
 
 
-async def _asked(wanted: Contract, address: Address) -> tuple[str, str, list[list[Asked]]]:
+async def _asked(wanted: Contract, server: Endpoint) -> tuple[str, str, list[list[Asked]]]:
     """(kind of server, what of its counters cannot be read, the questions of every prompt)."""
     every: list[list[Asked]] = []
-    async with Endpoint(address) as door:
+    async with server as door:
         page = await door.metrics()
         for row in wanted.prompts:
             asked, limit = list[Asked](), wanted.max_new_tokens

@@ -24,20 +24,20 @@ from outrider.scripts.common.names import SERVER
 from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.reference import room
 from outrider.scripts.scoring.server_forms import VLLM, Reply, ServerRequest
-from outrider.scripts.scoring.servers import SERVE, Address, Endpoint
+from outrider.scripts.scoring.servers import SERVE, Endpoint
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer
 SEEDS = 1 << 31  # llama.cpp takes no larger seeds
 
 
-def address_of(name: str, url: str) -> Address:
-    """Return how the server of a row is asked."""
-    return Address(url, PATIENCE, setting=f"drafters: {name}", key_setting="")
+def server_of(name: str, url: str) -> Endpoint:
+    """Return the server of a row."""
+    return Endpoint(url, PATIENCE, setting=f"drafters: {name}", key_setting="")
 
 
-async def _recognised(address: Address) -> None:
-    async with Endpoint(replace(address, retries=1)):
+async def _recognised(server: Endpoint) -> None:
+    async with replace(server, retries=1):
         pass
 
 
@@ -47,7 +47,7 @@ def dead(drafters: Sequence[str]) -> list[str]:
     found = []
     for server in filter(None, map(SERVER.fullmatch, drafters)):
         try:
-            asyncio.run(_recognised(address_of(*server.groups())))
+            asyncio.run(_recognised(server_of(*server.groups())))
         except UserError as error:
             found.append(str(error))
     return found
@@ -58,7 +58,7 @@ class ServedSystem:
 
     def __init__(self, target: Target, name: str, url: str) -> None:
         self.target = target
-        self.address = address_of(name, url)
+        self.server = server_of(name, url)
         self.where = f"drafters: {name}: {url}"
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class ServedSystem:
         a row needs it."""
 
         async def ask() -> None:
-            async with Endpoint(replace(self.address, retries=1)) as door:
+            async with replace(self.server, retries=1) as door:
                 self._tokens([0], await door.answer([0], ServerRequest(1)), 1)
 
         asyncio.run(ask())
@@ -82,8 +82,8 @@ class ServedSystem:
         return asyncio.run(self._run(requests, asks))
 
     async def _run(self, requests: Sequence[Request], asks: Sequence[ServerRequest]) -> DecodedRun:
-        async with Endpoint(replace(self.address, connections=len(requests))) as door:
-            await door.connect()
+        async with self.server as door:
+            await door.connect(len(requests))
             for _ in range(TRIES):
                 failed = door.troubles
                 first, _ = await requested(door, requests, [ServerRequest(1) for _ in asks])

@@ -1,6 +1,6 @@
 """Ask a running server, whatever it is: llama.cpp, SGLang, vLLM, or the bare API of completions.
 
-    async with Endpoint(address) as door:
+    async with Endpoint(url) as door:
         reply = await door.answer(ids, ServerRequest(64, temperature=1.0, seed=3))
         distributions = await door.distributions([*ids, *reply.tokens], len(ids), 64)
 
@@ -25,44 +25,36 @@ SERVE = "serve with llama.cpp, vLLM or SGLang"
 MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where and how patiently. key_env: the environment variable that holds a key, "" for
-    none. setting: the key of the command line that messages name. key_setting: that of key_env, ""
-    where the command has none."""
+@dataclass
+class Endpoint:
+    """A server; use as `async with`, as often as it is wanted. key_env: the environment variable
+    that holds a key, "" for none. setting: the key of the command line that messages name.
+    key_setting: that of key_env, "" where the command has none. Raises UserError for an empty
+    variable.
+
+    Once it was recognised: kind: llama.cpp, vllm, sglang or other. model: its name there. unread:
+    why its metrics could not be read, "" where they could or it has none."""
 
     url: str
     timeout: float = 120.0
     retries: int = 4
-    connections: int = 1
     key_env: str = ""
     setting: str = "url"
     key_setting: str = "key_env"
+    kind: str = OTHER
+    model: str = ""
+    unread: str = ""
 
-
-class Endpoint:
-    """A server that was recognised. kind: llama.cpp, vllm, sglang or other. model: its name there.
-    unread: why its metrics could not be read, "" where they could or it has none."""
-
-    def __init__(self, address: Address) -> None:
-        root = address.url.rstrip("/").removesuffix("/v1")
-        key = os.environ.get(address.key_env, "") if address.key_env else ""
-        if address.key_env and not key:
+    def __post_init__(self) -> None:
+        self.root = self.url.rstrip("/").removesuffix("/v1")
+        key = os.environ.get(self.key_env, "") if self.key_env else ""
+        if self.key_env and not key:
             raise UserError(
-                f"key_env: the environment variable {address.key_env} is empty; set it, or "
+                f"key_env: the environment variable {self.key_env} is empty; set it, or "
                 "leave key_env out"
             )
-        self.address, self.root = address, root
-        self.kind, self.model, self.unread = OTHER, "", ""
-        self._server = OpenAIServer(
-            root,
-            key,
-            address.timeout,
-            address.retries,
-            setting=address.setting,
-            key_setting=address.key_setting,
-            mend=f"mend the address, or {SERVE}",
-        )
+        names, mend = (self.setting, self.key_setting), f"mend the address, or {SERVE}"
+        self._server = OpenAIServer(self.root, key, self.timeout, self.retries, *names, mend)
 
     async def __aenter__(self) -> Endpoint:
         await self._server.__aenter__()
@@ -90,7 +82,7 @@ class Endpoint:
             fix = "look into the server's log, then give the same command again"
         else:
             fix = "start the server there, or mend the address"
-        return UserError(f"{self.address.setting}: {self.root}: asked {requested}; {error}; {fix}")
+        return UserError(f"{self.setting}: {self.root}: asked {requested}; {error}; {fix}")
 
     async def _ask(self, question: Question) -> Any:
         """Raise UserError that names address, question, answer."""
@@ -137,9 +129,9 @@ class Endpoint:
             self.unread = f"GET /metrics: {error}"
             return None
 
-    async def connect(self) -> None:
-        """Open all connections, so that none is opened while somebody takes the time."""
-        lists = (self._server.ask("GET", "/v1/models") for _ in range(self.address.connections))
+    async def connect(self, count: int) -> None:
+        """Open connections, so that none is opened while somebody takes the time."""
+        lists = (self._server.ask("GET", "/v1/models") for _ in range(count))
         try:
             await asyncio.gather(*lists)
         except (GivenUp, AnswerRefused) as error:

@@ -24,7 +24,7 @@ from outrider.decode.target import Target
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.exporting import contract, contract_check
 from outrider.scripts.exporting.contract import Contract, Row
-from outrider.scripts.scoring.servers import Address
+from outrider.scripts.scoring.servers import Endpoint
 from tests.helpers.interop import DEEP
 from tests.helpers.servers import odd
 from tests.helpers.speculating_server import serving
@@ -42,18 +42,18 @@ def draft() -> Any:
 def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
     wanted = contract.expected(target, DraftModel(draft, 3), PROMPTS, 3, LIMIT)
     with serving(target, draft, depth=3) as url:
-        found = contract_check.checked(wanted, Address(url))
+        found = contract_check.checked(wanted, Endpoint(url))
         assert found["served"] and found["equal"] == len(PROMPTS), found
         accepted = found["acceptance"]["accepted"]
         assert accepted["server"] == accepted["expected"] and not found["not_compared"]
         broken = copy.deepcopy(wanted)
         for row in broken.prompts:
             row.accepted = [min(p, 1) for p in row.proposed]
-        found = contract_check.checked(broken, Address(url))
+        found = contract_check.checked(broken, Endpoint(url))
         assert not found["served"] and not found["faults"]
         broken = copy.deepcopy(wanted)
         broken.prompts[1].tokens[4] += 1
-        found = contract_check.checked(broken, Address(url))
+        found = contract_check.checked(broken, Endpoint(url))
         assert not found["served"] and "prompt 2: token 5 is" in found["faults"][0]
 
 
@@ -88,7 +88,7 @@ def checked_against(
     wanted: Contract, target: Target, draft: Target, depth: int = DEPTH
 ) -> tuple[dict[str, Any], str]:
     with serving(target, draft, depth=depth) as url:
-        found = contract_check.checked(wanted, Address(url))
+        found = contract_check.checked(wanted, Endpoint(url))
     return found, "\n".join(contract_check.summary(found))
 
 
@@ -206,7 +206,7 @@ def test_sglang_tells_its_counts_with_every_answer(
     about = {"finish_reason": {"type": "length"}, **counts}
     answer = {"output_ids": [5] * 10, "text": "", "meta_info": about}
     with odd(lambda body: answer, "sglang") as server:
-        found = contract_check.checked(wanted, Address(server.url))
+        found = contract_check.checked(wanted, Endpoint(server.url))
     assert found["served"] == served and said in "\n".join(contract_check.summary(found))
 
 

@@ -26,7 +26,7 @@ from outrider.scripts.scoring import server_forms
 from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.served import ServedSystem, risen
 from outrider.scripts.scoring.server_forms import LLAMACPP, OTHER, VLLM, ServerRequest
-from outrider.scripts.scoring.servers import Address, Endpoint
+from outrider.scripts.scoring.servers import Endpoint
 from tests.helpers.commands import code_of
 from tests.helpers.servers import endless, llamacpp, odd, vllm
 
@@ -148,7 +148,7 @@ def test_pages_that_are_none_are_read_in_no_time() -> None:
 
 def test_an_endless_page_is_left_after_a_while() -> None:
     async def looked(url: str) -> tuple[str | None, str]:
-        async with Endpoint(Address(url, timeout=20)) as door:
+        async with Endpoint(url, timeout=20) as door:
             return await door.metrics(), door.unread
 
     with odd(lambda body: vllm([5]), metrics=endless) as server:
