@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import matplotlib
+import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -20,23 +20,12 @@ INK, MUTED, GRID, FAINT = "#1d2433", "#667085", "#e6e8ee", "#98a1b3"
 COLORS = ("#3767d6", "#e2762b", "#1f9d73", "#8b56c9", "#d43f5e", "#0f93a8", "#a8832a", "#c45aa5")
 EVEN: Any = {"color": MUTED, "linewidth": 1, "linestyle": (0, (3, 3))}  # the line at no gain
 STYLE: Any = {
-    "font.family": "sans-serif",
-    "text.color": INK,
     "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
     "xtick.color": MUTED,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
     "legend.fontsize": 9,
 }
 
@@ -150,7 +139,7 @@ def drawn(report: dict[str, Any]) -> dict[str, bytes]:
         if draw is by_category:
             each = max(0.3, 0.1 * len(drafting(report)))
             tall = 1.6 + each * max(len(categories(report)), 2)
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.style.context(["seaborn-v0_8-whitegrid", STYLE]):
             made, buffer = Figure(figsize=(WIDE, tall), layout="constrained"), io.BytesIO()
             ax = made.subplots()
             draw(ax, report)
