@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.helpers.training import TINY, chats, tiny_target
 
 SHAPE = {**TINY, "layers": 6}
 LAYERS = [2, 3, 6]  # what the heads read by default, and the last
+Tensors = dict[str, torch.Tensor]
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
@@ -49,16 +50,23 @@ def run(words: list[str]) -> int:
 
 class Capturing:
     """A server that does as vLLM 0.32's ExampleHiddenStatesConnector, or otherwise. layers: what it
-    captures. late: seconds between its answer and the complete file, locked meanwhile."""
+    captures. late: seconds between its answer and the complete file, locked meanwhile. change,
+    reply: what takes the place of its tensors and of parts of its answers; write: of a file."""
 
-    def __init__(self, folder: Path, layers: list[int], late: float = 0.0, **shape: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layers: Sequence[int] = LAYERS,
+        late: float = 0.0,
+        change: Callable[[Tensors], Tensors] = lambda tensors: {},
+        reply: Callable[[Any], Any] = lambda reply: {},
+        write: Callable[[Tensors, Path], None] = save_file,
+        **shape: Any,
+    ) -> None:
         self.folder, self.layers, self.late = folder, layers, late
+        self.change, self.reply, self.write = change, reply, write
         self.target, self.numbers = tiny_target(**{**SHAPE, **shape}), itertools.count()
         self.one = threading.Lock()  # requests come at the same time
-
-    def change(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what is written in place of a request's tensors."""
-        return tensors
 
     def __call__(self, path: str, body: Any) -> Any:
         if body is None:
@@ -80,26 +88,23 @@ class Capturing:
 
         def write() -> None:
             time.sleep(self.late)
-            self.write(self.change(tensors), file)
+            self.write(tensors | self.change(tensors), file)
             os.close(lock)
 
         threading.Thread(target=write).start()
-        chosen = int(out.logits[0, -1].argmax())
-        return {
-            "choices": [{"text": "", "token_ids": [chosen]}],
+        reply = {
+            "choices": [{"text": "", "token_ids": [int(out.logits[0, -1].argmax())]}],
             "kv_transfer_params": {"hidden_states_path": f"/elsewhere/{file.name}"},
         }
-
-    def write(self, tensors: dict[str, torch.Tensor], file: Path) -> None:
-        save_file(tensors, file)
+        return reply | self.reply(reply)
 
 
 @contextlib.contextmanager
-def served(tmp_path: Path, kind: type[Capturing] = Capturing, **how: Any) -> Iterator[list[str]]:
+def served(tmp_path: Path, **how: Any) -> Iterator[list[str]]:
     """The keys that name a server."""
     folder = tmp_path / "states"
     folder.mkdir()
-    with answering(kind(folder, **{"layers": LAYERS, **how})) as url:
+    with answering(Capturing(folder, **how)) as url:
         yield [f"base_url={url}/v1", f"captured={folder}", "concurrency=3"]
 
 
@@ -117,20 +122,18 @@ def test_features_are_those_of_a_pass_here(tmp_path: Path) -> None:
     assert not [*(tmp_path / "states").iterdir()], "a disk of fixed size must do"
 
 
-class Fp8(Capturing):
+def fp8(tensors: Tensors) -> Tensors:
     """The form of hs-connectors."""
-
-    def change(self, tensors: Any) -> Any:
-        states = tensors["hidden_states"].float()
-        scales = states.abs().amax((1, 2), keepdim=True) / 448
-        small = (states / scales).to(torch.float8_e4m3fn)
-        return {**tensors, "hidden_states": small, "hidden_states_scales": scales}
+    states = tensors["hidden_states"].float()
+    scales = states.abs().amax((1, 2), keepdim=True) / 448
+    small = (states / scales).to(torch.float8_e4m3fn)
+    return {"hidden_states": small, "hidden_states_scales": scales}
 
 
 def test_the_form_with_scales_is_read(tmp_path: Path) -> None:
     data = chats(tmp_path / "data.jsonl", 4)
     assert run(command(data, tmp_path / "here")) == 0
-    with served(tmp_path, Fp8) as keys:
+    with served(tmp_path, change=fp8) as keys:
         assert run(command(data, tmp_path / "there", *keys)) == 0
     for name in (tmp_path / "here").glob("*.safetensors"):
         for key, mine in load_file(name).items():
@@ -138,108 +141,50 @@ def test_the_form_with_scales_is_read(tmp_path: Path) -> None:
             assert (theirs - mine).norm() < 0.1 * mine.norm(), key
 
 
-class Normed(Capturing):
-    def change(self, tensors: Any) -> Any:
-        states = tensors["hidden_states"].clone()
-        states[:, -1] = self.target.model.model.norm(states[:, -1])
-        scale = torch.linspace(0.1, 5, states.shape[-1])  # so that a second norm is seen
-        return {**tensors, "hidden_states": states * scale}
+def states(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """A server whose hidden states [T, F, D] are changed."""
+    return {"change": lambda tensors: {"hidden_states": change(tensors["hidden_states"])}}
 
 
-class Late(Capturing):
-    def change(self, tensors: Any) -> Any:
-        states = tensors["hidden_states"]
-        return {**tensors, "hidden_states": torch.cat([states[:1], states[:-1]])}
+def replied(change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A server whose answers are changed."""
+    return {"reply": change}
 
 
-class NotFinite(Capturing):
-    def change(self, tensors: Any) -> Any:
-        tensors["hidden_states"][1] = float("nan")
-        return tensors
+def too_long(reply: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError("maximum context length is 4 tokens")
 
 
-class OtherTokens(Capturing):
-    def change(self, tensors: Any) -> Any:
-        return {**tensors, "token_ids": tensors["token_ids"] + 1}
+def cut(tensors: Tensors, file: Path) -> None:
+    save_file(tensors, file)
+    file.write_bytes(file.read_bytes()[:-40])
 
 
-class NoStates(Capturing):
-    def change(self, tensors: Any) -> Any:
-        return {"token_ids": tensors["token_ids"]}
-
-
-class Cut(Capturing):
-    def write(self, tensors: Any, file: Path) -> None:
-        save_file(tensors, file)
-        file.write_bytes(file.read_bytes()[:-40])
-
-
-class NoFile(Capturing):
-    def write(self, tensors: Any, file: Path) -> None:
-        pass
-
-
-class NoCapture(Capturing):
-    def __call__(self, path: str, body: Any) -> Any:
-        reply = super().__call__(path, body)
-        return {**reply, "kv_transfer_params": None} if body else reply
-
-
-class NeverDone(Capturing):
-    def write(self, tensors: Any, file: Path) -> None:
-        time.sleep(3)
-
-
-class OddName(Capturing):
-    def __call__(self, path: str, body: Any) -> Any:
-        reply = super().__call__(path, body)
-        odd = {"hidden_states_path": "../states/a\ud800b.safetensors"}
-        return {**reply, "kv_transfer_params": odd} if body else reply
-
-
-class NoToken(Capturing):
-    def __call__(self, path: str, body: Any) -> Any:
-        reply = super().__call__(path, body)
-        return {**reply, "choices": [{"token_ids": [10**9]}]} if body else reply
-
-
-class OddScales(Capturing):
-    def change(self, tensors: Any) -> Any:
-        return {**tensors, "hidden_states_scales": torch.ones(3)}
-
-
-class TooShort(Capturing):
-    def __call__(self, path: str, body: Any) -> Any:
-        if body is not None and len(body["prompt"]) > 4:
-            raise ValueError("maximum context length is 4 tokens")
-        return super().__call__(path, body)
+ODD_NAME = {"kv_transfer_params": {"hidden_states_path": "../states/a\ud800b.safetensors"}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "named"),
+    ("how", "named"),
     [
-        (Normed, {}, "eagle_aux_hidden_state_layer_ids"),
-        (Late, {}, "layer 2 is not the target's"),
-        (Capturing, {"layers": [1, 3, 6]}, "layer 2 is not the target's"),
-        (Capturing, {"layers": [2, 3, 5]}, "does not lead to the token"),
-        (Capturing, {"layers": [2, 6]}, "holds hidden states"),
-        (Capturing, {"seed": 5}, "layer 2 is not the target's"),
-        (Capturing, {"hidden": 16}, "holds hidden states"),
-        (NotFinite, {}, "not finite"),
-        (OtherTokens, {}, "other tokens"),
-        (NoStates, {}, "holds hidden states none"),
-        (Cut, {}, "unreadable"),
-        (NoFile, {}, "captured: "),
-        (NoCapture, {}, "extract_hidden_states"),
-        (TooShort, {}, "max-model-len"),
-        (NeverDone, {}, ".lock: held"),
-        (OddName, {}, "names no file"),
-        (NoToken, {}, "no token"),
-        (OddScales, {}, "hidden_states_scales"),
+        (states(lambda x: torch.cat([x[:, :-1], x[:, -1:].roll(-1, 0)], 1)), "one token late"),
+        (states(lambda x: torch.cat([x[:1], x[:-1]])), "layer 2 is not the target's"),
+        ({"layers": [1, 3, 6]}, "layer 2 is not the target's"),
+        ({"layers": [2, 3, 5]}, "does not lead to the token"),
+        ({"hidden": 16}, "holds hidden states"),
+        (states(lambda x: x.index_fill(0, torch.tensor([1]), torch.nan)), "not finite"),
+        ({"change": lambda t: {"token_ids": t["token_ids"] + 1}}, "other tokens"),
+        ({"change": lambda t: {"hidden_states_scales": torch.ones(3)}}, "hidden_states_scales"),
+        ({"write": lambda t, file: save_file({"token_ids": t["token_ids"]}, file)}, "states none"),
+        ({"write": cut}, "unreadable"),
+        ({"write": lambda t, file: None}, "captured: "),
+        ({"write": lambda t, file: time.sleep(3)}, ".lock: held"),
+        (replied(lambda reply: {"kv_transfer_params": None}), "extract_hidden_states"),
+        (replied(lambda reply: ODD_NAME), "names no file"),
+        (replied(lambda reply: {"choices": [{"token_ids": [10**9]}]}), "no token"),
+        (replied(too_long), "max-model-len"),
     ],
 )
 def test_what_is_not_asked_for_is_refused(
-    kind: type[Capturing],
     how: dict[str, Any],
     named: str,
     tmp_path: Path,
@@ -248,7 +193,7 @@ def test_what_is_not_asked_for_is_refused(
 ) -> None:
     monkeypatch.setattr(captured, "SECONDS", 1.0)
     data = chats(tmp_path / "data.jsonl", 4)
-    with served(tmp_path, kind, **how) as keys:
+    with served(tmp_path, **how) as keys:
         assert run(command(data, tmp_path / "out", *keys)) == 2
     lines = capsys.readouterr().err.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]

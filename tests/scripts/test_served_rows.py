@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf.errors import UserError
-from outrider.decode.engine import Request
 from outrider.decode.models.load import TargetConfig, load_target
-from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import evaluate
-from outrider.scripts.scoring.served import ServedSystem, accepted, cycles_of
+from outrider.scripts.scoring.served import accepted, cycles_of
 from outrider.scripts.scoring.server_forms import Reply
 from tests.helpers.commands import code_of
 from tests.helpers.speculating_server import serving
@@ -46,12 +43,6 @@ def test_a_server_stands_in_the_table(target: Target, tmp_path: Path) -> None:
         assert row["acceptance_by_position"] == []  # where its cycles end is not seen
         assert row["lossless"]["equal"] == row["lossless"]["checked"] == 3
         assert row["verify_ms"] is None
-
-
-def test_a_server_that_is_down_is_named(target: Target) -> None:
-    served = ServedSystem(target, "gone", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"drafters: gone: http://127.0.0.1:9: asked GET"):
-        served([Request([1, 2], 4)], Sampling(), 0)
 
 
 def test_cycles_are_as_many_as_the_totals_say() -> None:

@@ -4,9 +4,8 @@ the library itself)."""
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,56 +14,25 @@ from tests.helpers.commands import code_of
 from tests.helpers.training import TINY
 
 
-class Wandb(types.ModuleType):
-    """The module, a run of it, and its configuration."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.summary, self.lines = dict[str, Any](), list[Any]()
-        self.config = types.SimpleNamespace(update=lambda *_, **__: None)
-
-    def init(self, **keys: Any) -> Wandb:
-        self.keys = keys
-        return self
-
-    def __enter__(self) -> Wandb:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def log(self, values: dict[str, Any], step: int = 0) -> None:
-        self.lines.append((step, values))
-
-    def finish(self) -> None:
-        pass
-
-    def Image(self, path: str) -> str:
-        return path
-
-    def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
-        return [dict(zip(columns, row, strict=True)) for row in data]
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
-    fake = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
-
-
-def test_an_evaluation_shows_scores_and_the_best(tmp_path: Path, wandb: Wandb) -> None:
+def test_an_evaluation_shows_scores_and_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = MagicMock()
+    run = wandb.init.return_value.__enter__.return_value
+    run.summary = {}
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     out, prompts = tmp_path / "report", tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": 1, "category": "a", "turns": ["abc abc abc"]}\n')
     keys = [f"prompts={prompts}", f"out={out}", "drafters=[none,ngram]", "target=tiny"]
     keys += [*(f"target.{k}={v}" for k, v in TINY.items()), "dtype=float32", "device=cpu"]
     keys += ["max_new_tokens=20", "quiet=true", "parity=0", "wandb=offline"]
     assert code_of(evaluate.main, *keys) == 0
-    ((_, line),) = wandb.lines
-    scores = line["eval/drafters"]
-    assert [row["drafter"] for row in scores][0] == "none"
-    assert "speed/none/T=0/tokens_per_second" in wandb.summary
-    assert wandb.summary["eval/none/T=0/accepted_length"] == 1
+    (line,) = run.log.call_args.args
+    assert line["eval/drafters"] is wandb.Table.return_value and len(line) == 5
+    drafters = [label for _, label, *_ in wandb.Table.call_args.kwargs["data"]]
+    assert drafters == ["none", "ngram"]
+    assert "speed/none/T=0/tokens_per_second" in run.summary
+    assert run.summary["eval/none/T=0/accepted_length"] == 1
 
 
 def test_trouble_with_wandb_costs_a_report_one_line(
