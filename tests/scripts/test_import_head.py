@@ -177,23 +177,17 @@ Q, MAP = "layers.0.self_attn.q_proj", {"eagle_aux_hidden_state_layer_ids": [2, 4
 # kind, edit of the tensors, keys of config.json, what the error names
 BROKEN = [
     ("medusa", drop("1.0.linear.bias"), {}, r"1\.0\.linear\.bias: missing"),
-    ("medusa", drop("2.1.weight"), {}, r"2\.1\.weight: missing"),
     ("medusa", put("0.1.weight", lambda w: w.T), {}, r"0\.1\.weight: .*transposed"),
-    ("medusa", put("0.1.weight", lambda w: w[:100]), {}, r"0\.1\.weight: .*\[100, 32\]"),
-    ("medusa", put("0.1.bias", lambda _: torch.zeros(V)), {}, r"0\.1\.bias: unknown"),
     ("medusa", put("0.0.linear.weight", torch.Tensor.long), {}, r"0\.0\.linear.*int64"),
     ("medusa", None, {"medusa_num_heads": 5}, "5 heads"),
     ("eagle1", drop("fc.weight"), {}, "no known head"),
     ("eagle1", None, {"bias": False}, r"fc\.bias: "),
     ("eagle1", put(f"{Q}.bias", lambda _: torch.zeros(A)), {}, r"q_proj\.bias: unknown"),
-    ("eagle1", put("fc.weight", lambda w: w.T), {}, r"fc\.weight: .*transposed"),
     ("eagle1", None, {"hidden_size": 48}, "hidden_size: 48"),
     ("eagle1", None, {"num_attention_heads": 8, "head_dim": 8}, r"q_proj\.weight: its shape"),
     ("eagle1", None, {"hidden_size": 10**18}, "hidden_size is 1000000000000000000"),
     ("eagle3", drop("midlayer.hidden_norm.weight"), {}, r"hidden_norm\.weight: missing"),
-    ("eagle3", put("lm_head.weight", lambda w: w.T), {}, r"lm_head\.weight: .*transposed"),
     ("eagle3", put("norm.weight", lambda w: w * float("nan")), {}, r"norm\.weight: .*NaN"),
-    ("eagle3", put("fc.bias", lambda _: torch.zeros(D)), {}, r"fc\.bias: unknown"),
     ("eagle3", put("d2t", lambda w: w + torch.arange(VD)), {}, "d2t: .*absolute token ids"),
     ("eagle3", put("d2t", torch.Tensor.int), {}, "d2t: its dtype is int32"),
     ("eagle3", put("d2t", lambda w: w.flip(0)), {}, "d2t: "),
@@ -205,7 +199,6 @@ BROKEN = [
     ("eagle3", None, {"attention_bias": True}, "attention_bias"),
     ("eagle3", None, {"num_hidden_layers": 10**6}, "num_hidden_layers"),
     ("speculators", put("embed_tokens.weight", lambda _: torch.zeros(V, D)), {}, "embed_tokens"),
-    ("speculators", drop("fc.weight"), {}, r"fc\.weight: missing"),
 ]
 
 
