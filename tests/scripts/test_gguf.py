@@ -70,16 +70,6 @@ def test_a_head_becomes_one_checked_file(
     assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in card
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1"])
-def test_heads_that_it_cannot_run_are_refused_in_one_line(
-    target, prompts, words, tmp_path: Path, kind: str, capsys
-) -> None:
-    source, out = saved(tmp_path, target, kind), tmp_path / "out"
-    assert run(prompts, words, f"drafter={source}", f"out={out}") == 2
-    error = capsys.readouterr().err.strip()
-    assert "format=gguf" in error and "\n" not in error and not out.exists()
-
-
 @pytest.mark.parametrize("kind, dtype", [("dflash", "bfloat16"), ("dspark", "q8_0")])
 def test_a_block_head_becomes_one_checked_file(
     target, prompts, words, tmp_path: Path, kind: str, dtype: str

@@ -87,9 +87,6 @@ def test_half_an_emoji_in_a_conversation(monkeypatch: Any, capsys: Any) -> None:
     assert "message: standard input is no utf-8 text" in one_line(capsys)
 
 
-# -- seeds
-
-
 # -- one writer, and what a run depends on
 
 

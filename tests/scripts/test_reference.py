@@ -15,8 +15,6 @@ from outrider.decode.models import facts
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.certificate.greedy import greedy_layer
-from outrider.scripts.certificate.setup import CertificatePlan, open_setup
 from outrider.scripts.scoring.reference import hf_assisted, hf_generate
 from tests.helpers.archs import VOCAB, build
 
@@ -86,12 +84,6 @@ def test_our_own_penalty_is_part_of_the_distribution() -> None:
     assert want != texts(generate(target, NoDraft(), requests(), Sampling()))
     for name, found in references(target, helper, sampling).items():
         assert found == want, name
-
-
-def test_the_greedy_layer_of_a_certificate_finds_no_defect() -> None:
-    target = asking(**QWEN, **OTHERS)
-    plan = CertificatePlan(Sampling(0.0), 0, 0, 2, greedy_prompts=3, greedy_tokens=12)
-    assert greedy_layer(open_setup(target, PROMPTS, plan), NGram())["divergences"] == []
 
 
 def test_sampled_references_follow_the_distribution_of_the_run() -> None:

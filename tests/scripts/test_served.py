@@ -140,10 +140,3 @@ def compose_target(name: str) -> Any:
     from outrider.decode.models.load import TargetConfig
 
     return TargetConfig(kind="hub", name=name)
-
-
-def test_of_a_head_that_nobody_takes_every_format_says_why() -> None:
-    target = tiny_like(model_of(compose_target("Qwen/Qwen3-8B")))
-    head = random_head(target, "eagle3", layers=2)
-    for format in formats("eagle3"):
-        assert refusals(format, head, target, "/a")[0].startswith("head.layers: 2")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.decode import stats
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Timing
@@ -66,28 +66,11 @@ def systems(rows: tuple[tuple[str, float, float, bool], ...], stall: Any = None)
     return made
 
 
-class Target:
-    """Of a target what a contest asks for."""
-
-    device, context_length = torch.device("cpu"), 10**6
-
-    class tokenizer:
-        @staticmethod
-        def apply_chat_template(messages: Any, **_: Any) -> list[int]:
-            return [1] * len(messages)
-
-        chat_template = "x"
-
-        @staticmethod
-        def decode(ids: Any, **_: Any) -> str:
-            return "text"
-
-
 def measured(rows: Any = ROWS, stall: Any = None, memo: Memo | None = None, count: int = 24) -> Any:
     """(contest, its systems) on so many prompts."""
     entered = systems(rows, stall)
     settings = ContestSettings(Sampling(), 48, 1, 0)
-    target: Any = Target()
+    target: Any = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: "text"))
     return contests.run_contest(target, PROMPTS[:count], entered, settings, True, memo), entered
 
 
@@ -115,7 +98,7 @@ def test_no_stall_moves_a_speed_of_a_recorded_contest() -> None:
     for name, speed in before.items():  # undisturbed it is the ratio of sums
         assert speed == pytest.approx(ratio["none"] / ratio[name], rel=0.01)
     rng = random.Random(0)
-    for place in range(200):
+    for place in range(60):
         found = copy.deepcopy(quiet)
         one = rng.choice(found.timed_runs)
         passes = one.timing.cycle_s
@@ -333,15 +316,3 @@ def test_memory_of_an_interval_does_not_grow_with_the_prompts(
     whole = stats.rate(work), stats.ratio_interval(tokens, passes)
     monkeypatch.setattr(stats, "AT_ONCE", 1000)
     assert (stats.rate(work), stats.ratio_interval(tokens, passes)) == whole
-
-
-def test_tokens_per_second_and_speedup_of_a_row_agree() -> None:
-    """A reader divides one row's rate by another's, on a machine that was not equally fast."""
-    rng = random.Random(1)
-    found, entered = measured(stall=lambda name, call, seconds: seconds * rng.uniform(1, 2))
-    rows = {row["name"]: row for row in map(Scores(found, entered).row, entered)}
-    plain = rows["none"]
-    for row in rows.values():
-        for one, base in ((row, plain), (row["end_to_end"], plain["end_to_end"])):
-            ratio = one["tokens_per_second"] / base["tokens_per_second"]
-            assert ratio == pytest.approx(one["speedup"]["mean"], rel=1e-9), row["name"]

@@ -67,7 +67,6 @@ def test_the_form_of_the_set_is_read(
     [
         (SuiteConfig("x", path="none-such"), None, "suite.path: none-such is not there"),
         (SuiteConfig("x", turns="q"), '{"a": "b"}', "suite: x has no column 'q' .its columns: a"),
-        (SuiteConfig("x", turns="a"), '{"a": " "}', "holds an empty turn"),
         (SuiteConfig("x", turns="a"), "{", "could not be loaded"),
         (SuiteConfig("x", turns="a"), "", "suite: x: "),
     ],

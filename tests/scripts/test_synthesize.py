@@ -101,18 +101,6 @@ def test_a_cut_answer_loses_the_character_that_it_ended_within(tmp_path) -> None
         assert row == {"role": "assistant", "content": text}
 
 
-def test_larger_number_extends_and_smaller_is_refused(tmp_path) -> None:
-    path = tmp_path / "a.jsonl"
-    synthesize(config(path, num_conversations=7))
-    first = path.read_bytes()
-    assert len(first.splitlines()) == 7
-    for _ in range(2):  # the second time there is nothing to do
-        synthesize(config(path))
-        assert path.read_bytes().startswith(first) and len(path.read_bytes().splitlines()) == 14
-    with pytest.raises(UserError, match="num_conversations: .* already holds 14, 6 asked"):
-        synthesize(config(path, num_conversations=6))
-
-
 def test_foreign_damaged_and_held_files(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("mine\n")
