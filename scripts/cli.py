@@ -20,8 +20,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from importlib.metadata import packages_distributions
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,8 +27,8 @@ from outrider.conf import packages
 from outrider.conf.errors import UserError
 from outrider.conf.words import left
 from outrider.heads.registry import FORMATS
+from outrider.scripts.common.files import ROOT, installed
 
-ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
 # The verbs as they are listed: the file of each, and where its keys are, "module:class". They are
 # those of conf/NAME.yaml, NAME being the file's.
@@ -281,10 +279,10 @@ def version() -> str:
     from outrider.conf.commit import commit
 
     made = commit()
-    parts = [f"outrider {version_of('outrider')}" + (f" ({made})" if made else "")]
+    parts = [f"outrider {installed('outrider')}" + (f" ({made})" if made else "")]
     parts += [f"Python {sys.version.split()[0]}"]
-    others = {"torch", "transformers"} & {*packages_distributions()}
-    return ", ".join([*parts, *(f"{name} {version_of(name)}" for name in sorted(others))])
+    others = ((name, installed(name)) for name in ("torch", "transformers"))
+    return ", ".join([*parts, *(f"{name} {found}" for name, found in others if found)])
 
 
 def speak(words: list[str]) -> None:

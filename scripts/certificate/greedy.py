@@ -16,8 +16,7 @@ from outrider.decode.engine import Generation, Request
 from outrider.decode.sampling import Sampling
 from outrider.scripts.certificate import transforms
 from outrider.scripts.certificate.recorder import Recorded, recorded
-from outrider.scripts.certificate.setup import CHUNK, CertificatePlan, CertifySetup, reference
-from outrider.scripts.scoring.plain import Plain
+from outrider.scripts.certificate.setup import CHUNK, CertifySetup, reference
 
 ALONE = 8  # one prompt of so many is decoded by itself: a single row takes ways of its own
 SHOWN = 50  # divergences in certificate.json
@@ -53,9 +52,7 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
         if g.token_ids != theirs:
             alone = reference(setup.plain, [request], plan)[0]
             if g.token_ids != alone:
-                divergences.append(
-                    divergence(setup.plain, request, g.token_ids, alone, plan, setup.tie)
-                )
+                divergences.append(divergence(setup, request, g.token_ids, alone))
     defects, why = sum(d["kind"] == "defect" for d in divergences), ""
     if defects:
         why = f"{defects} of {len(written)} outputs differ from generate beyond rounding"
@@ -92,23 +89,18 @@ def not_best(g: Generation, line: Recorded, sampling: Sampling) -> int:
 
 
 def divergence(
-    plain: Plain,
-    request: Request,
-    ours: list[int],
-    theirs: list[int],
-    plan: CertificatePlan,
-    tie: float,
+    setup: CertifySetup, request: Request, ours: list[int], theirs: list[int]
 ) -> dict[str, Any]:
-    """Return the first place where two answers differ, {prompt, position, ours, theirs,
-    margin, kind}: "rounding tie" within a distance of `tie`, else "defect"."""
+    """Return the first place where two greedy answers differ, {prompt, position, ours, theirs,
+    margin, kind}: "rounding tie" within a distance of `setup.tie`, else "defect"."""
     pairs = list(zip(ours, theirs, strict=False))
     at = next((k for k, (a, b) in enumerate(pairs) if a != b), len(pairs))
     a, b, margin = None, None, None
     if at < len(pairs):  # else one stopped where the other went on
         a, b = pairs[at]
         ids = [*request.prompt, *ours[:at], a]
-        logits = plain.logits(ids, len(request.prompt), plan.guidance)[-1:]
-        scores = transforms.processed(logits.double(), plan.sampling, [ids[:-1]])[0]
+        logits = setup.plain.logits(ids, len(request.prompt), setup.plan.guidance)[-1:]
+        scores = transforms.processed(logits.double(), setup.plan.greedy, [ids[:-1]])[0]
         margin = float(scores.max() - torch.minimum(scores[a], scores[b]))
     return {
         "prompt": request.id,
@@ -116,5 +108,5 @@ def divergence(
         "ours": a,
         "theirs": b,
         "margin": margin,
-        "kind": "rounding tie" if margin is not None and margin <= tie else "defect",
+        "kind": "rounding tie" if margin is not None and margin <= setup.tie else "defect",
     }

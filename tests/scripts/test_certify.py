@@ -40,7 +40,6 @@ from outrider.scripts.certificate.greedy import divergence, greedy_layer
 from outrider.scripts.certificate.recorder import mismatches, recorded
 from outrider.scripts.certificate.sampled import MOST_TESTS, sampling_layer
 from outrider.scripts.certificate.setup import CertificatePlan, CertifySetup, open_setup
-from outrider.scripts.scoring.plain import Plain
 from tests.helpers import wrong_rules
 from tests.helpers.commands import code_of
 from tests.helpers.engine_distribution import (
@@ -261,9 +260,10 @@ def test_left_padding_of_the_reference_is_told_from_a_defect(small: Any) -> None
 
 def test_a_tie_within_rounding_is_no_defect() -> None:
     target = Target(tiny_model(vocab=40, hidden=32))
-    plain, request, plan = Plain(target), Request([3, 4, 5], 12), CertificatePlan(ONE, 0, 0, 1)
-    best, second = plain.logits([3, 4, 5, 0], 3)[0].topk(2).indices.tolist()
-    told = lambda ours: divergence(plain, request, ours, [best, 9], plan, 1e-4)
+    request, plan = Request([3, 4, 5], 12), CertificatePlan(ONE, 0, 0, 1, greedy_prompts=0)
+    setup = dataclasses.replace(open_setup(target, [[3, 4, 5]], plan), tie=1e-4)
+    best, second = setup.plain.logits([3, 4, 5, 0], 3)[0].topk(2).indices.tolist()
+    told = lambda ours: divergence(setup, request, ours, [best, 9])
     found = told([second, 9])
     assert found["kind"] == "defect" and found["margin"] > 1e-4 and found["position"] == 0
     early = told([best])  # stopped too early
