@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from outrider.conf.errors import UserError
-from outrider.conf.schema import groups
 from outrider.conf.words import USUAL
 from outrider.heads.interop import FORMATS
 from outrider.scripts import cli
@@ -57,20 +55,12 @@ def called(requested: list[str], folder: Path) -> list[list[str]]:
     return typing.cast(list[list[str]], lines)
 
 
-def test_help_and_lists_load_no_framework(tmp_path: Path) -> None:
-    verbs = [*cli.FILES, *(f"train {name}" for name in (*cli.trainers(), "eagle3"))]
-    found = called(
-        [f"{verb} --help" for verb in verbs] + ["", "ls heads", "train --help"], tmp_path
-    )
-    for words, (code, err, out) in zip(verbs, found, strict=False):
-        assert code == "0" or words.startswith("train "), err
-        assert "Keys (KEY=VALUE" in out and "type: ignore" not in out, words
-    assert all("eagle3" in out or "evaluate" in out for *_, out in found[len(verbs) :])
-
-
-def test_help_shows_the_keys_that_matter_and_all_of_them_when_asked(tmp_path: Path) -> None:
-    words = [f"{verb} --help all" for verb in ("train eagle3", *cli.FILES)]
-    short, *every = (out for *_, out in called(["train eagle3 --help", *words], tmp_path))
+def test_help_loads_no_framework_and_shows_the_keys_that_matter(tmp_path: Path) -> None:
+    verbs = ["train eagle3", *cli.FILES, *(f"train {name}" for name in cli.trainers())]
+    words = ["train eagle3 --help", "", "ls heads", *(f"{verb} --help all" for verb in verbs)]
+    short, overview, heads, *every = (out for *_, out in called(words, tmp_path))
+    assert "evaluate" in overview and "eagle3" in heads
+    assert all("Keys (KEY=VALUE" in out and "type: ignore" not in out for out in every)
     few, *known = (
         re.findall(r"^  ([a-z_0-9.]+)=", text.partition("Keys (")[2], re.M)
         for text in (short, *every)
@@ -79,19 +69,6 @@ def test_help_shows_the_keys_that_matter_and_all_of_them_when_asked(tmp_path: Pa
     assert f"--help all shows {len(known[0]) - 10} more" in short and "more." not in every[0]
     assert len(known[0]) == len({*known[0]}) > 80
     assert {*USUAL} <= {key for keys in known for key in keys}, "each is a key of some command"
-
-
-def test_every_verb_and_every_head_has_a_file() -> None:
-    for verb, (file, _) in cli.FILES.items():
-        found = importlib.import_module(f"outrider.{file[:-3].replace('/', '.')}")
-        assert cli.about(file) and found.main.schema == cli.schema_of(verb)
-    for name in {*cli.options("head"), *cli.trainers()}:
-        made = cli.trainer(name)
-        assert made is not None, name
-        stem, heads = Path(made[0]).stem, [word.partition("=")[2] for word in made[1]]
-        assert stem == (name if name in cli.trainers() else "head")
-        assert set(heads) <= groups(cli.CONF, stem).get("head", {}).keys() and len(heads) < 2
-    assert cli.trainer("none-such") is None
 
 
 @pytest.fixture
@@ -183,12 +160,10 @@ def test_mistakes_are_one_line(
 MISTAKES = {
     "train eagle3 --ttt-length 7": "head.steps is that",
     "certify url=http://h:1 tokens=0": "tokens: 0 should be greater",
-    "validate data.path=x stepz=1": "stepz: no such key; did you mean steps?",
     "push runs/eagle3 OWNER/NAME licence=mit": "licence: no such key; did you mean license?",
     "train eagle3 data.path=no.jsonl out_dir=y steps=9": "data.path: no such file no.jsonl",
     "train eagle3 data.path=HERE start=no out_dir=y steps=9": "start: no: no head there",
     "evaluate out=x drafters=[none,runs/no]": "drafters: runs/no: neither none",
-    "check url=http://h:1 expected=exports/no": "expected: no such file or folder exports/no",
     "import from=no out=y": "from: no such folder no",
     # A file of a command, run by itself.
     "train/medusa.py targt=smollm2": "targt: no such key; did you mean target?",

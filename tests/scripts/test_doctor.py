@@ -49,15 +49,6 @@ def test_a_sound_machine_has_no_problem(sound: Path, capsys: pytest.CaptureFixtu
     assert "training-time test: the CPU's flash kernel in bfloat16" in said
 
 
-def test_what_dtype_auto_is_on_a_cpu_is_said(
-    sound: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for able in (True, False):
-        monkeypatch.setattr(look, "bfloat16_on_cpu", lambda able=able: able)
-        code, said = summary(capsys, "device=cpu", f"out_dir={sound}")
-        assert code == 0 and ("dtype=auto is float32 here" in said) == (not able)
-
-
 def test_a_gpu_that_is_not_there_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(doctor.main, "device=cuda:7") == 2
     assert "device: cuda:7 asked for" in capsys.readouterr().err

@@ -78,10 +78,7 @@ def test_every_drafter_that_does_not_load_is_named_in_a_line(tmp_path: Path, cap
     assert "Traceback" not in said and not (tmp_path / "out/report.json").exists()
 
 
-def test_half_an_emoji_in_a_conversation(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("cut \ud83d\n"))
-    assert code_of(chat.main, *TARGET, "temperature=0", "max_new_tokens=2") == 2
-    assert f"message: the user's text holds {HALF}" in one_line(capsys)
+def test_a_conversation_that_is_no_text(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     assert code_of(chat.main, *TARGET, "temperature=0", "max_new_tokens=2") == 2
     assert "message: standard input is no utf-8 text" in one_line(capsys)

@@ -127,7 +127,6 @@ def test_a_kind_of_ours_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 NAMED = f"error: head=turn: package {PACKAGE} "
 BROKEN: dict[str, tuple[dict[str, str | None], str | None, str]] = {
     "raises": ({CODE: MARK}, None, f"{NAMED}cannot be imported (imported)"),
-    "is not there": ({CODE: None, KEYS: None}, None, f"{NAMED}has no conf/head/turn.yaml"),
     "names nothing": ({}, "turn = ::: ", f"{NAMED}has no conf/head/turn.yaml"),
     "calls it otherwise": (
         {

@@ -4,13 +4,16 @@ counted apart.
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from outrider.decode import stats
 from outrider.decode.engine import Cycle, Generation, Timing
 from outrider.scripts.reports import page, plots, score_table
+from outrider.scripts.reports.table import Table
 from outrider.scripts.scoring.interleaved import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.score import Scores, output_lines
 
@@ -194,13 +197,7 @@ def test_answers_that_part_are_counted_in_the_table(report: dict[str, Any]) -> N
     assert any("NOT LOSSLESS" in line for line in score_table.notes(report))
 
 
-def test_a_figure_that_cannot_be_told_is_explained(report: dict[str, Any]) -> None:
-    """Where the limit is shorter than the draft, every cycle is cut."""
-    assert not any("max_new_tokens" in line for line in score_table.notes(report))
-    fast = report["drafters"][1]
-    fast["accepted_length"]["mean"], fast["cut_cycles"]["cycles"] = None, 4
-    (line,) = (line for line in score_table.notes(report) if "max_new_tokens" in line)
-    assert "fast" in line and "none" not in line
-    for row in report["drafters"]:
-        row["speedup"]["mean"] = None
-    assert any("first token" in line for line in score_table.notes(report))
+def test_a_log_has_no_width() -> None:
+    file, cells = io.StringIO(), ["a [bold]", "1.40 [1.32, 1.50]", "x" * 60]
+    Table(("drafter", "length", "why"), [cells]).show(Console(file=file, width=60))
+    assert all(cell in file.getvalue() for cell in cells)

@@ -156,3 +156,9 @@ def test_few_tokens_decide_nothing() -> None:
     found = server_judged.judged(answers(0)[:10], BEST)
     assert found["verdict"] == "undecided" and "400 are needed" in found["line"]
     assert server_judged.judged([], BEST)["verdict"] == "undecided"
+
+
+def test_a_vocabulary_of_one_token_leaves_no_choice() -> None:
+    one = JudgedAnswer([0], [7] * LIMIT, [{7: 0.0}] * LIMIT, 1.0, 16, 1, 0)
+    found = server_judged.judged([one] * 30, BEST)
+    assert found["verdict"] == "undecided" and "leave no choice" in found["line"]
