@@ -196,8 +196,12 @@ class Answering:
             return
         alike = self.tokens_alike[True] / counted
         say(f"{alike:.1%} of the answers have the model's tokens when the target's tokenizer reads")
-        if alike < UNLIKE:
+        if alike < UNLIKE and self.cfg.backend == "openai":
             say(
                 "warning: so few mean that the server's model has another tokenizer than target, "
                 "or that the server cuts something out of its answers (reasoning, for one)"
+            )
+        elif alike < UNLIKE:
+            say(
+                "warning: so few tokens are read back from text; tokens=true keeps them in the rows"
             )
