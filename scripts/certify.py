@@ -38,7 +38,7 @@ from outrider.scripts.certificate.controls import run_controls
 from outrider.scripts.certificate.layers import bound, run_layers, verdict
 from outrider.scripts.certificate.setup import open_setup
 from outrider.scripts.common import files
-from outrider.scripts.common.progress import Steps, by_name
+from outrider.scripts.common.progress import Steps
 from outrider.scripts.common.prompts import load_prompts, question_ids
 from outrider.scripts.reports.table import Table
 from outrider.scripts.scoring.interleaved import fitting
@@ -83,7 +83,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     prompts = [question_ids(target.tokenizer, text) for text in texts]
     about, plan, start = about_target(target, cfg.sampling()), cfg.plan(), datetime.now(UTC)
     with Steps(quiet=cfg.quiet) as bar:
-        setup = open_setup(target, prompts, plan, by_name(bar))
+        setup = open_setup(target, prompts, plan, bar.part)
         layers, controls = run_layers(setup, drafter), run_controls(setup)
     seen = bound(layers, plan.alpha, cfg.detect)
     decision, reasons = verdict(layers, controls, seen, drafter.max_depth > 0)
@@ -153,7 +153,7 @@ def server_checked(cfg: CertifyConfig) -> int:
     """Ask a server, judge, say the line: its exit code."""
     prompts = [prompt.turns[0] for prompt in load_prompts(Path(cfg.prompts))]
     with Steps(quiet=cfg.quiet) as bar:
-        found = server_asked.judged(cfg.server_plan(prompts), by_name(bar))
+        found = server_asked.judged(cfg, prompts, bar.part)
     print(found["line"])
     for note in found["notes"]:
         print(note, file=sys.stderr)

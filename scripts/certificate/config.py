@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Gt
 
-from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed
+from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore
 from outrider.scripts.certificate import FEWEST
-from outrider.scripts.common.keys import PenaltyKeys, TargetKeys
+from outrider.scripts.common.keys import LongKeys, PenaltyKeys, TargetKeys
 from outrider.scripts.common.names import no_drafters, no_prompts
 
 if TYPE_CHECKING:
-    from outrider.scripts.certificate.server_asked import ServerPlan
     from outrider.scripts.certificate.setup import CertificatePlan
 
 URL_TOKENS = 1200  # asked of a server by default
@@ -22,7 +21,7 @@ ALPHA, URL_ALPHA = 1e-4, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(PenaltyKeys, TargetKeys):
+class CertifyConfig(PenaltyKeys, TargetKeys, LongKeys):
     """Keys of scripts/certify.py: with `url` a running server is asked, without it this engine
     is certified."""
 
@@ -33,8 +32,6 @@ class CertifyConfig(PenaltyKeys, TargetKeys):
     url: str = ""
     # folder for certificate.json; with url it may be left out
     out: str = ""
-    # replace the certificate of something else in `out`
-    overwrite: bool = False
     # 0 = greedy: then the greedy layer decides alone; a server is asked at 0.6 times it as well
     temperature: NotNegative = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
@@ -68,10 +65,6 @@ class CertifyConfig(PenaltyKeys, TargetKeys):
     key_env: str = ""
     # float32, bfloat16 or float16; rounding is smallest in float32
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # addresses all random numbers
-    seed: Seed = 0
-    # no progress bar
-    quiet: bool = False
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""
@@ -106,21 +99,4 @@ class CertifyConfig(PenaltyKeys, TargetKeys):
             self.greedy_prompts,
             self.greedy_tokens,
             alpha,
-        )
-
-    def server_plan(self, prompts: list[str]) -> ServerPlan:
-        """Return what a server is asked and how it is judged."""
-        from outrider.scripts.certificate.server_asked import ServerPlan
-        from outrider.scripts.scoring.servers import Endpoint
-
-        levels = tuple(sorted(set(self.at_a_time)))
-        return ServerPlan(
-            Endpoint(self.url, min(ANSWER, self.seconds), RETRIES, self.key_env),
-            prompts,
-            self.temperature,
-            self.tokens or URL_TOKENS,
-            self.seconds,
-            levels,
-            self.alpha or URL_ALPHA,
-            self.seed,
         )

@@ -20,6 +20,13 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.scripts.certificate import server_judged
+from outrider.scripts.certificate.config import (
+    ANSWER,
+    RETRIES,
+    URL_ALPHA,
+    URL_TOKENS,
+    CertifyConfig,
+)
 from outrider.scripts.certificate.server_places import JudgedAnswer
 from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.scoring.counters import rise
@@ -41,20 +48,6 @@ UNTESTED = [
 ]
 
 
-@dataclass(frozen=True)
-class ServerPlan:
-    """tokens: sampled ones, most. seconds: of everything. levels: requests at a time."""
-
-    server: Endpoint
-    prompts: Sequence[str]
-    temperature: float
-    tokens: int
-    seconds: float
-    levels: tuple[int, ...]
-    alpha: float
-    seed: int
-
-
 @dataclass
 class _Collected:
     """What came back so far. drafted: draft tokens that the answers themselves tell."""
@@ -64,14 +57,14 @@ class _Collected:
     notes: set[str] = field(default_factory=set)
 
 
-def judged(plan: ServerPlan, on_progress: OnProgress) -> dict[str, Any]:
+def judged(cfg: CertifyConfig, prompts: Sequence[str], on_progress: OnProgress) -> dict[str, Any]:
     """Ask and judge: what certificate.json holds.
 
     Raises UserError for a server that cannot be asked, or that returns no log-probabilities.
     """
     began = time.monotonic()
-    collected, about = asyncio.run(_ask(plan, on_progress))
-    found = server_judged.judged(collected.answers, BEST, plan.alpha, plan.seed)
+    collected, about = asyncio.run(_ask(cfg, prompts, on_progress))
+    found = server_judged.judged(collected.answers, BEST, cfg.alpha or URL_ALPHA, cfg.seed)
     notes = sorted(collected.notes)
     notes += [f"{name} is not taken into account" for name in found["ignored"]]
     if about["drafted"] == 0:
@@ -82,20 +75,23 @@ def judged(plan: ServerPlan, on_progress: OnProgress) -> dict[str, Any]:
     return {**found, "server": about, "notes": notes, "untested": UNTESTED, "seconds": seconds}
 
 
-async def _ask(plan: ServerPlan, on_progress: OnProgress) -> tuple[_Collected, dict[str, Any]]:
-    collected, server = _Collected(), plan.server
+async def _ask(
+    cfg: CertifyConfig, prompts: Sequence[str], on_progress: OnProgress
+) -> tuple[_Collected, dict[str, Any]]:
+    server = Endpoint(cfg.url, min(ANSWER, cfg.seconds), RETRIES, cfg.key_env)
+    collected = _Collected()
     before = after = None
     try:
-        async with asyncio.timeout(plan.seconds - JUDGING), server:
+        async with asyncio.timeout(cfg.seconds - JUDGING), server:
             before = await server.metrics()
-            await _waves(server, plan, collected, on_progress)
+            await _waves(server, cfg, prompts, collected, on_progress)
             after = await server.metrics()
     except TimeoutError:
-        late = f"seconds={plan.seconds:g} were over before {plan.tokens:,} tokens came"
+        late = f"seconds={cfg.seconds:g} were over before {cfg.tokens or URL_TOKENS:,} tokens came"
         collected.notes.add(late)
     if not collected.answers:
         raise UserError(
-            f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; give "
+            f"seconds: {cfg.seconds:g} went by without one whole answer of {server.root}; give "
             "seconds=120, ask a faster server, or look into its log"
         )
     found = rise(before, after).rose
@@ -105,33 +101,38 @@ async def _ask(plan: ServerPlan, on_progress: OnProgress) -> tuple[_Collected, d
 
 
 async def _waves(
-    server: Endpoint, plan: ServerPlan, collected: _Collected, on_progress: OnProgress
+    server: Endpoint,
+    cfg: CertifyConfig,
+    texts: Sequence[str],
+    collected: _Collected,
+    on_progress: OnProgress,
 ) -> None:
     """Wave by wave, that which lacks most first; each is scored before the next one, so that
     what there is when time is over is spread evenly.
 
     A third of the tokens at the temperature among the CUT likeliest, a third in a nucleus,
     a third cooler and without any truncation, as most requests are."""
-    texts = [plan.prompts[i % len(plan.prompts)] for i in range(PROMPTS)]
-    prompts = await asyncio.gather(*map(server.tokenized, texts))
+    most = cfg.tokens or URL_TOKENS
+    some = [texts[i % len(texts)] for i in range(PROMPTS)]
+    prompts = await asyncio.gather(*map(server.tokenized, some))
     hows = ((1.0, CUT, 1.0), (1.0, 0, NUCLEUS), (COOLER, 0, 1.0))
-    have = dict.fromkeys(itertools.product(plan.levels, hows), 0)  # tokens of each
+    have = dict.fromkeys(itertools.product(sorted({*cfg.at_a_time}), hows), 0)  # tokens of each
     number, wave, answers = 0, 0, collected.answers
     while True:
-        left = plan.tokens - sum(have.values())
-        on_progress(plan.tokens - left, plan.tokens, "tokens")
+        left = most - sum(have.values())
+        on_progress(most - left, most, "tokens")
         if not (fit := [kind for kind in have if kind[0] <= left]):
             return
         level, (heat, top_k, top_p) = kind = min(fit, key=lambda kind: have[kind])
         limit = min(LIMIT, left // level)
         stop = () if top_k or top_p < 1 else _stop(server, answers)
-        how: dict[str, Any] = {"temperature": plan.temperature * heat, "top_k": top_k}
+        how: dict[str, Any] = {"temperature": cfg.temperature * heat, "top_k": top_k}
         how |= {"top_p": top_p, "stop": stop}
-        some = [prompts[(number + i) % PROMPTS] for i in range(level)]
-        seeds = [(plan.seed * 1_000_003 + number + i) % SEEDS for i in range(level)]
+        asked = [prompts[(number + i) % PROMPTS] for i in range(level)]
+        seeds = [(cfg.seed * 1_000_003 + number + i) % SEEDS for i in range(level)]
         requests = [ServerRequest(limit, **how, seed=seed) for seed in seeds]
         for prompt, reply in zip(
-            some, await asyncio.gather(*map(server.answer, some, requests)), strict=True
+            asked, await asyncio.gather(*map(server.answer, asked, requests)), strict=True
         ):
             tokens = _tokens(server, reply, limit, stop, collected)
             rows = await server.distributions([*prompt, *tokens], len(prompt), BEST)

@@ -58,8 +58,13 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def json_line(row: dict[str, Any]) -> str:
+    """Return a row as a line of JSON, letters readable."""
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(path, "".join(map(json_line, rows)))
 
 
 def here(path: Path) -> Path:

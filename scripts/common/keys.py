@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
-from outrider.conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
+from outrider.conf.rules import AboveZero, BelowOne, NotNegative, Seed, ZeroOrMore
 from outrider.decode.models.config import AutoDtype, Dtype, TargetConfig
 
 if TYPE_CHECKING:
@@ -33,6 +33,18 @@ class DecodingKeys(AutoDtype, TargetKeys):
     # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
     # it), bfloat16, float32 or float16
     dtype: Dtype = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongKeys:
+    """Keys of the commands that work for long and leave a report."""
+
+    # replace the report of another run in `out`
+    overwrite: bool = False
+    # addresses all random numbers: same seed, same answers
+    seed: Seed = 0
+    # no progress bar
+    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +82,4 @@ class PenaltyKeys(SamplingKeys):
 
     def sampling(self) -> Sampling:
         """Return the distribution. Raises UserError for keys that do not go together."""
-        from outrider.decode.sampling import Sampling
-
-        drawn = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return Sampling(*drawn, self.repetition_penalty)
+        return replace(super().sampling(), repetition_penalty=self.repetition_penalty)

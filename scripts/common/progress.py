@@ -46,6 +46,7 @@ class Steps(Progress):
         )
         disable = quiet or self.plain
         super().__init__(*shown, *more, console=console, disable=disable, transient=transient)
+        self.parts: dict[str, TaskID] = {}
 
     def update(self, task_id: TaskID, **kwargs: Any) -> None:  # type: ignore[override]
         """As rich does, and say it where a line is due."""
@@ -59,21 +60,15 @@ class Steps(Progress):
         """As rich does, and say it where a line is due."""
         self.update(task_id, advance=advance)
 
+    def part(self, done: int, total: int, name: str) -> None:
+        """Show how far a part of the work is, each as a task of its own."""
+        if name not in self.parts:
+            self.parts[name] = self.add_task(name, total=total)
+        self.update(self.parts[name], completed=done)
+
 
 OnProgress = Callable[[int, int, str], None]  # done, of all, the name of the part that is done
 
 
 def silent(*_: object) -> None:
     """Nobody looks on."""
-
-
-def by_name(bar: Progress) -> OnProgress:
-    """Shows every part as a task of `bar`."""
-    tasks: dict[str, TaskID] = {}
-
-    def on_progress(done: int, total: int, name: str) -> None:
-        if name not in tasks:
-            tasks[name] = bar.add_task(name, total=total)
-        bar.update(tasks[name], completed=done)
-
-    return on_progress

@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.conf.disk import whole
 from outrider.conf.errors import UserError
-from outrider.scripts.common.files import write_json
+from outrider.scripts.common.files import json_line, write_json
 
 
 class Ledger:
@@ -95,8 +95,3 @@ class Ledger:
 def say(text: str) -> None:
     """A line of progress."""
     print(f"synthesize: {text}", file=sys.stderr, flush=True)
-
-
-def json_line(row: dict[str, Any]) -> str:
-    """Return a row as a line of JSON, letters readable."""
-    return json.dumps(row, ensure_ascii=False) + "\n"

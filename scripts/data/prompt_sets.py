@@ -23,10 +23,10 @@ from outrider.conf.errors import UserError
 from outrider.conf.rules import NotEmpty, ZeroOrMore
 from outrider.conf.schema import CONF
 from outrider.conf.typed import nearest
-from outrider.scripts.common.files import write_json
+from outrider.scripts.common.files import json_line, write_json
 from outrider.scripts.common.prompts import DEMO, load_prompts, requested, spoken
 from outrider.scripts.common.published import Published, described, rows_of
-from outrider.scripts.data.ledger import json_line, say
+from outrider.scripts.data.ledger import say
 from outrider.scripts.data.questions import asked_of, fingerprint
 from outrider.scripts.data.suites import every_suite, load_suite
 

@@ -30,7 +30,9 @@ class Questions:
         self.asked: list[tuple[int, Question]] = []
         for number, line in read_lines(path, "prompts"):
             try:
-                self.asked.append((number, question_of(line)))
+                row = parse_line(line)
+                question = asked_of(*spoken(row)), tools_of(row.get("tools"))
+                self.asked.append((number, question))
             except ValueError as error:
                 self.bad.append((number, str(error)))
         self.sha256 = sha256(path)
@@ -40,12 +42,6 @@ class Questions:
                 f"prompts: {path} holds no question{first}; give rows with messages, "
                 "turns or prompt"
             )
-
-
-def question_of(line: bytes) -> Question:
-    """Return what a row asks. Raises ValueError in a user's words."""
-    row = parse_line(line)
-    return asked_of(*spoken(row)), tools_of(row.get("tools"))
 
 
 def asked_of(key: str, turns: list[tuple[Any, Any]]) -> list[dict[str, str]]:

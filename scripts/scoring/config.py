@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore
-from outrider.scripts.common.keys import DecodingKeys, PenaltyKeys
+from outrider.conf.rules import Filled, NotNegative, OneOrMore, Wandb, ZeroOrMore
+from outrider.scripts.common.keys import DecodingKeys, LongKeys, PenaltyKeys
 from outrider.scripts.common.names import SERVER, no_drafters, no_prompts, wrong_address
 from outrider.scripts.data.suites import SuiteConfig
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(PenaltyKeys, DecodingKeys):
+class EvaluateConfig(PenaltyKeys, DecodingKeys, LongKeys):
     """Keys of scripts/evaluate.py."""
 
     # folder for report.json, report.html, outputs.jsonl and figures/
     out: str
-    # replace the report of another evaluation in `out`
-    overwrite: bool = False
     # none, ngram, hf_generate, run folders, head folders or hub:OWNER/NAME[@REVISION];
     # FOLDER@chain and FOLDER@tree choose the shape, @adaptive behind any of them an adaptive
     # draft length; FOLDER@tree+ngram joins the drafts of two; NAME@http://HOST:PORT is a
@@ -35,8 +33,6 @@ class EvaluateConfig(PenaltyKeys, DecodingKeys):
     max_new_tokens: OneOrMore = 128
     # prompts that are decoded together
     batch_size: OneOrMore = 1
-    # addresses all random numbers: same seed, same answers
-    seed: Seed = 0
     # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded
     # head; 0 = no gate
     parity: ZeroOrMore = 6
@@ -45,8 +41,6 @@ class EvaluateConfig(PenaltyKeys, DecodingKeys):
     wandb: Wandb = "off"
     # project of wandb
     wandb_project: str = "outrider"
-    # no progress bar
-    quiet: bool = False
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""

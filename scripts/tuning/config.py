@@ -7,13 +7,13 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from outrider.conf.rules import OneOrMore, Seed
-from outrider.scripts.common.keys import DecodingKeys, PenaltyKeys
+from outrider.conf.rules import OneOrMore
+from outrider.scripts.common.keys import DecodingKeys, LongKeys, PenaltyKeys
 from outrider.scripts.common.names import no_drafters, no_prompts
 
 
 @dataclass(frozen=True)
-class TuneConfig(PenaltyKeys, DecodingKeys):
+class TuneConfig(PenaltyKeys, DecodingKeys, LongKeys):
     """Keys of scripts/tune.py."""
 
     # ngram, a run folder, a head folder, hub:OWNER/NAME[@REVISION] or a smaller model;
@@ -21,8 +21,6 @@ class TuneConfig(PenaltyKeys, DecodingKeys):
     drafter: str
     # folder for tune.json
     out: str
-    # replace the tune.json of something else in `out`
-    overwrite: bool = False
     # prompts like those that will be asked: acceptance depends on them
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them, from its categories one after the other
@@ -39,10 +37,6 @@ class TuneConfig(PenaltyKeys, DecodingKeys):
     confirm: OneOrMore = 4
     # write the choice into the head's folder, where it is faster than plain decoding
     write: bool = True
-    # addresses all random numbers
-    seed: Seed = 0
-    # no progress bar
-    quiet: bool = False
 
     def absent(self) -> list[str]:
         """Return what is named and not there, as "key: value; fix"."""

@@ -15,8 +15,8 @@ import torch
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
 from outrider.scripts.certificate import server_asked
+from outrider.scripts.certificate.config import CertifyConfig
 from outrider.scripts.certify import main
-from outrider.scripts.scoring.servers import Endpoint
 from tests.helpers import table_server
 from tests.helpers.commands import code_of
 from tests.helpers.speculating_server import RULES, serving
@@ -132,9 +132,7 @@ def pair() -> tuple[Target, Target]:
 
 def asked(url: str, seed: int = 0) -> dict[str, Any]:
     """The check as it is by default."""
-    where = Endpoint(url, 20.0, 0)
-    plan = server_asked.ServerPlan(where, WORDS, 1.0, 1200, 120.0, (1, 8), 1e-3, seed)
-    return server_asked.judged(plan, lambda *_: None)
+    return server_asked.judged(CertifyConfig(url=url, seed=seed), WORDS, lambda *_: None)
 
 
 @pytest.mark.slow
