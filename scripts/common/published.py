@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from outrider.conf.errors import UserError
+from outrider.conf.rules import ZeroOrMore
 from outrider.conf.typed import from_json, raise_all
 
 FORMS = (".jsonl", ".json", ".parquet", ".csv")
@@ -45,8 +46,17 @@ class Published:
     licence: str = ""
     # a file or folder on this disk in place of the hub
     path: str = ""
+    # column of more text below a prompt, where that is not empty
+    more: str = ""
+    # prompts that are asked unless the command says otherwise; 0 = all
+    take: ZeroOrMore = 0
     # whether this description has been tried on the real set; where not, it is said
     tried: bool = False
+
+    def below(self, text: str, row: dict[str, Any]) -> str:
+        """Return a row's text with that of `more` below it."""
+        more = row[self.more] if self.more else ""
+        return f"{text}\n\n{more}" if isinstance(more, str) and more.strip() else text
 
 
 P = TypeVar("P", bound=Published)

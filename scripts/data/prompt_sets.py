@@ -43,14 +43,10 @@ class PromptSet(Published):
     # column with a question, a list of them, or a list of messages (role and content, or from and
     # value), of which the answers are dropped
     column: NotEmpty = "messages"
-    # column of more text below a question, where that is not empty
-    more: str = ""
     # only rows that have these values: {column: value}
     keep: dict[str, Any] = field(default_factory=dict)
     # characters of a row's turns at most; 0 = any
     longest: ZeroOrMore = 12000
-    # prompts that are asked unless num_conversations says otherwise; 0 = all
-    take: ZeroOrMore = 0
 
     @property
     def described(self) -> dict[str, Any]:
@@ -157,10 +153,9 @@ def _messages(which: PromptSet, row: dict[str, Any]) -> list[dict[str, str]]:
     asked."""
     if any(row[column] != value for column, value in which.keep.items()):
         raise ValueError("by " + ", ".join(which.keep))
-    value, more = row[which.column], row[which.more] if which.more else ""
+    value = row[which.column]
     if isinstance(value, str):
-        text = f"{value}\n\n{more}" if isinstance(more, str) and more.strip() else value
-        messages = requested(*spoken({"prompt": text}))
+        messages = requested(*spoken({"prompt": which.below(value, row)}))
     else:
         texts = isinstance(value, list) and value and isinstance(value[0], str)
         key, turns = spoken({"turns" if texts else "messages": value})

@@ -32,15 +32,10 @@ class SuiteConfig(Published):
     prompts: ZeroOrMore = 0
     # column of the text, or of the list of a conversation's turns
     turns: str = "turns"
-    # column of more text below it, where that is not empty
-    more: str = ""
     # column of an id; empty = the row's number
     id: str = ""
     # column of a category; empty = all rows are of one
     category: str = ""
-    # prompts that are asked unless num_prompts says otherwise, the first ones of every category
-    # in turns; 0 = all
-    take: ZeroOrMore = 0
 
 
 def every_suite() -> list[SuiteConfig]:
@@ -71,10 +66,8 @@ def load_suite(suite: SuiteConfig) -> tuple[list[Prompt], dict[str, Any]]:
 
 
 def _prompt(suite: SuiteConfig, row: dict[str, Any], number: int) -> Prompt:
-    text, more = row[suite.turns], row[suite.more] if suite.more else ""
-    turns = [text] if isinstance(text, str) else text
-    if more and turns:
-        turns = [f"{turns[0]}\n\n{more}", *turns[1:]]
+    text = row[suite.turns]
+    turns = [suite.below(text, row)] if isinstance(text, str) else text
     try:
         asked = requested(*spoken({"turns": turns}))
     except ValueError as error:
