@@ -202,6 +202,4 @@ class Answering:
                 "or that the server cuts something out of its answers (reasoning, for one)"
             )
         elif alike < UNLIKE:
-            say(
-                "warning: so few tokens are read back from text; tokens=true keeps them in the rows"
-            )
+            say("warning: text does not keep the tokens here; tokens=true keeps them in the rows")
