@@ -68,7 +68,7 @@ def answers(change: Callable[[list[int]], list[int]]) -> Twist:
     """The tokens of every answer of vLLM, changed."""
 
     def twist(path: str, body: dict[str, Any] | None, value: Any) -> Any:
-        for choice in value.get("choices", ()):
+        for choice in value.get("choices", ()) if body else ():
             if "token_ids" in choice:
                 choice["token_ids"] = change(choice["token_ids"])
         return value
