@@ -50,7 +50,7 @@ class TargetConfig:
     # attention implementation: auto (transformers' choice), sdpa or eager
     attn: Literal["auto", "sdpa", "eager"] = "auto"
     # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear
-    # layers in fewer bits
+    # layers in fewer bits; torchao-fp8: their products too, on GPUs that have them (8.9 and more)
     quantize: Annotated[str, one_of([NONE, *KINDS])] = NONE
     # auto: on a CPU with instructions for bfloat16, such weights of plain linear layers lie in
     # oneDNN's own order while decoding, the same numbers sooner; none: as they were loaded

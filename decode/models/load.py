@@ -372,7 +372,7 @@ def _arguments(
     if quantize.stored(folder) in quantize.UNPACKED:
         found["quantization_config"] = quantize.unpacked(folder, cfg.quantize)
     elif cfg.quantize != quantize.NONE:
-        found["quantization_config"] = quantize.config(cfg.quantize, kind)
+        found["quantization_config"] = quantize.config(cfg.quantize, kind, place)
     return found
 
 

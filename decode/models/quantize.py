@@ -21,8 +21,10 @@ KINDS: dict[str, tuple[str, float]] = {
     "bnb-nf4": ("bitsandbytes", 4.5),
     "torchao-int8": ("torchao", 8.3),
     "torchao-int4": ("torchao", 4.5),
+    "torchao-fp8": ("torchao", 8.1),
 }
 NONE = "none"
+FP8 = (8, 9)  # the compute capability from which a GPU multiplies in 8-bit floats
 # What is read as plain numbers: gpt-oss's two weights a byte with a scale for 32, and FP8 with a
 # scale a block. The kernels for the packed ones are compiled code that transformers would fetch
 # from the hub, and a machine that has them would give other numbers than one that has not.
@@ -64,12 +66,15 @@ def bits(kind: str) -> float | None:
     return None if kind == NONE else KINDS[kind][1]
 
 
-def config(kind: str, dtype: Any) -> Any:
-    """transformers' quantisation config for `kind`.
+def config(kind: str, dtype: Any, place: Any) -> Any:
+    """transformers' quantisation config for `kind`. place: the torch.device of the target.
 
-    Raises UserError where the library is not installed or too old.
+    Raises UserError where the library is not installed or too old, and where the device or the
+    dtype has no products in FP8 that are asked for.
     """
     library = KINDS[kind][0]
+    if kind == "torchao-fp8":
+        _check_fp8(dtype, place)
     if importlib.util.find_spec(library) is None:
         raise UserError(
             f"target.quantize: {kind} needs the library {library}, which is not installed; "
@@ -89,6 +94,11 @@ def config(kind: str, dtype: Any) -> Any:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
         from transformers import TorchAoConfig
 
+        if kind == "torchao-fp8":
+            from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
+
+            # With one scale for all tokens of a pass a token's row would hang on the others.
+            return TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
         fewer = Int8WeightOnlyConfig if kind == "torchao-int8" else Int4WeightOnlyConfig
         return TorchAoConfig(fewer())
     except (ImportError, AttributeError, RuntimeError, ValueError) as error:
@@ -96,3 +106,18 @@ def config(kind: str, dtype: Any) -> Any:
             f"target.quantize: {kind} does not work with this version of {library} "
             f"({first_line(error)}); update it, or set target.quantize=none"
         ) from error
+
+
+def _check_fp8(dtype: Any, place: Any) -> None:
+    import torch
+
+    if place.type != "cuda" or torch.cuda.get_device_capability(place) < FP8:
+        raise UserError(
+            f"target.quantize: torchao-fp8 needs a GPU of compute capability {FP8[0]}.{FP8[1]} or "
+            f"more (Ada, Hopper), and {place} is none; set target.quantize=none"
+        )
+    if dtype != torch.bfloat16:
+        raise UserError(
+            f"target.quantize: torchao-fp8 has a scale a token for bfloat16 alone, not for "
+            f"{dtype}; set dtype=bfloat16, or target.quantize=none"
+        )

@@ -75,4 +75,27 @@ def test_bitsandbytes_is_requested_for_rows_of_their_own(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(transformers, "BitsAndBytesConfig", lambda **keys: keys)
-    assert config("bnb-int8", torch.bfloat16) == {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+    keys = config("bnb-int8", torch.bfloat16, torch.device("cpu"))
+    assert keys == {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+
+
+@pytest.mark.parametrize(
+    "place, have, dtype, why",
+    [
+        ("cpu", (9, 0), torch.bfloat16, "needs a GPU of compute capability 8.9"),
+        ("cuda", (8, 6), torch.bfloat16, "needs a GPU of compute capability 8.9"),
+        ("cuda", (8, 9), torch.float16, "set dtype=bfloat16"),
+        ("cuda", (9, 0), torch.bfloat16, "needs the library torchao"),
+    ],
+)
+def test_products_in_fp8_are_refused_where_there_are_none(
+    place: str,
+    have: tuple[int, int],
+    dtype: torch.dtype,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: have)
+    with pytest.raises(UserError, match=f"^target.quantize: torchao-fp8 .*{why}"):
+        config("torchao-fp8", dtype, torch.device(place))

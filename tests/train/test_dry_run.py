@@ -158,6 +158,13 @@ def test_ranks_of_a_host_share_the_files_of_a_target() -> None:
     assert whole < held < 1.3 * whole
 
 
+def test_a_target_in_fp8_takes_half_the_bytes_of_its_layers() -> None:
+    keys = ("experiment=qwen3_8b_eagle3", "gpus=1")
+    plain, less = planned(*keys), planned(*keys, "target.quantize=torchao-fp8")
+    saved = memory.target_bytes(plain)[0] - memory.target_bytes(less)[0]
+    assert saved == pytest.approx(numbers(plain.model.layers), rel=0.02)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_targets_with_recurrent_layers(kind: str, tmp_path: Path) -> None:
     """Layers without keys and values look back at none; their pass holds more than attention's."""
