@@ -98,6 +98,11 @@ class Head(Stored):
         """Return the training loss of one micro-batch."""
         raise TypeError(f"{type(self).__name__} must define forward")
 
+    def compiles(self) -> list[tuple[Any, str]]:
+        """Return what of `forward` training may run compiled: (object, name of a function of it).
+        Default: nothing."""
+        return []
+
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         """Return a drafter over a copy of these weights in the target's dtype. draft: what
         is asked of it (`form`), None: nothing. Raises UserError as `form` does. Default: a

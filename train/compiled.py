@@ -1,92 +1,126 @@
-"""The target's layers compiled for training passes: the operations between their products become
-few kernels, one graph for all layers and lengths. The target itself stays as it was loaded, for
-decoding and for everybody else.
+"""Training passes on GPUs, compiled: the layers of the target, and what of a head its `compiles`
+names. The operations between products become few kernels, one graph for all layers and lengths.
+Target and head stay as they were made, for decoding and for everybody else.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.conf.errors import first_line
-from outrider.decode.probe import TOLERANCE, difference
+from outrider.decode.probe import TOLERANCE
 from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.batch import Batch
 from outrider.train.measure import is_no_memory
 
-SHAPES = ((2, 24), (1, 40))  # of the passes that are compared first: one row has a graph of its own
+# Of the largest gradient of a pass: smaller ones are compared with this share of it, since they
+# may be what rounding has left of zero.
+SMALL = 0.1
 
 
-class CompiledTarget:
-    """A target whose layers run compiled in `features`, until a pass fails: that one and all later
-    ones go the plain way, and `say` gets a line."""
+class Compiled:
+    """What runs compiled inside `used`, until something of it fails: that and all later passes go
+    the plain way, and `say` gets a line."""
 
     def __init__(
-        self, target: Target, say: Callable[[str], Any], backend: Any = "inductor"
+        self,
+        head: Head,
+        target: Target | None,
+        device: torch.device | None,
+        say: Callable[[str], Any],
+        backend: Any = "inductor",
     ) -> None:
-        self._target, self._say = target, say
-        layers, compiled = target.tapped_layers, torch.compile
-        self._ways = [(x, compiled(x.forward, backend=backend, dynamic=True)) for x in layers]
-        # transformers' own hooks, which list hidden states, would cut a layer's graph in pieces
-        self._hooked = [m for x in layers for m in x.modules() if m is not x and m._forward_hooks]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int]) -> Tensor:
-        """As Target.features."""
-        try:
-            with self._compiled():
-                return self._target.features(ids, mask, taps)
-        except Exception as error:  # of any compiler
-            if not self._ways or is_no_memory(error):
-                raise
-            self._plain(first_line(getattr(error, "inner_exception", error)))
-        return self._target.features(ids, mask, taps)
-
-    def check(self) -> None:
-        """Go the plain way from now on unless short passes give what the target gives."""
-        target, ids = self._target, torch.arange(3, 51, device=self._target.device)
-        for shape in SHAPES:
-            some = ids.remainder(target.vocab_size)[: shape[0] * shape[1]].view(shape)
-            given = some, torch.ones_like(some, dtype=torch.bool), range(target.num_layers + 1)
-            error = difference(self.features(*given), target.features(*given))
-            if error > TOLERANCE[target.dtype]:
-                self._plain(f"compiled they differ by {error:.2g}")
-
-    def _plain(self, why: str) -> None:
-        self._ways, self._hooked = [], []
-        self._say(f"target: its layers run as they were loaded, not compiled ({why})")
+        """target: None where its features are read. device: nothing is compiled but for a GPU;
+        None: nothing at all."""
+        self._head, self._say, self._checked, self._on = head, say, False, False
+        self._ways: list[tuple[Any, str, Any]] = []
+        if device is None or device.type != "cuda":
+            return
+        layers, self._on = layers_of(target), True
+        for owner, name in [*((layer, "forward") for layer in layers), *head.compiles()]:
+            self._ways.append((owner, name, self._guarded(getattr(owner, name), backend)))
+        for module in (m for layer in layers for m in layer.modules() if m is not layer):
+            # transformers' own hooks, which list hidden states, would cut a graph in pieces
+            if module._forward_hooks:
+                self._ways.append((module, "_forward_hooks", OrderedDict()))
 
     @contextlib.contextmanager
-    def _compiled(self) -> Iterator[None]:
-        hooks = [(module, module._forward_hooks) for module in self._hooked]
-        for module, _ in hooks:
-            module._forward_hooks = OrderedDict()
-        own = [vars(layer).get("forward") for layer, _ in self._ways]  # that of a hook
-        for layer, way in self._ways:
-            layer.forward = way
+    def used(self) -> Iterator[None]:
+        """Let a pass, forward and backward, run compiled."""
+        ways = self._ways if self._on else []
+        own = [vars(owner).get(name) for owner, name, _ in ways]
+        for way in ways:
+            setattr(*way)
         try:
             yield
         finally:
-            for (layer, _), forward in zip(self._ways, own, strict=True):
-                del layer.forward
-                vars(layer).update({"forward": forward} if forward else {})
-            for module, those in hooks:
-                module._forward_hooks = those
+            for (owner, name, _), before in zip(ways, own, strict=True):
+                delattr(owner, name)  # its class may have one
+                if before is not None:
+                    setattr(owner, name, before)
+
+    def check(self, batch: Batch, target: Any) -> None:
+        """Before the first pass: go the plain way from now on unless it has the loss and the
+        gradients of the plain way."""
+        if self._checked or not self._on:
+            return
+        self._checked, plain = True, self._gradients(batch, target)
+        try:
+            with self.used():
+                found = self._gradients(batch, target)
+        except Exception as error:  # of any compiler
+            if is_no_memory(error):
+                raise
+            return self._plain(error)
+        sizes = [float(wanted.norm()) for wanted in plain]
+        apart = max(
+            float((given - wanted).norm()) / max(size, SMALL * max(sizes))
+            for given, wanted, size in zip(found, plain, sizes, strict=True)
+        )
+        if self._on and not apart <= TOLERANCE[target.dtype]:
+            self._plain(f"loss or gradients differ by {apart:.2g}")
+
+    def _gradients(self, batch: Batch, target: Any) -> list[Tensor]:
+        """Return the loss of a pass, a token's, and what it gives every weight, which keeps none
+        of it."""
+        weights = [p for p in self._head.parameters() if p.requires_grad]
+        device = batch.ids.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            out = self._head(batch, target)
+            loss = out.sum / out.count.clamp(min=1)
+            found = torch.autograd.grad(loss, weights, allow_unused=True)
+        return [loss.detach(), *(grad for grad in found if grad is not None)]
+
+    def _guarded(self, plain: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+        compiled = torch.compile(plain, backend=backend, dynamic=True)
+
+        def way(*args: Any, **named: Any) -> Any:
+            try:
+                return compiled(*args, **named) if self._on else plain(*args, **named)
+            except RuntimeError as error:  # such as a compiler's, for a shape that is new
+                if is_no_memory(error):
+                    raise
+                self._plain(error)
+            return plain(*args, **named)
+
+        return way
+
+    def _plain(self, why: object) -> None:
+        if isinstance(why, Exception):
+            why = first_line(getattr(why, "inner_exception", why))
+        self._on = False
+        self._say(f"compile: passes run as they are written, not compiled ({why})")
 
 
-def passes_of(target: Target, device: torch.device, say: Callable[[str], Any]) -> Any:
-    """Return what gives training passes their features: on a GPU a target whose layers are
-    compiled, checked; elsewhere, where its layers are not known or not as their class has them,
-    and where they are spread over processes, the target."""
-    layers = target.tapped_layers if device.type == "cuda" and not target.sharded else []
-    if not layers or any("forward" in vars(layer) for layer in layers):
-        return target
-    found = CompiledTarget(target, say)
-    found.check()
-    return found
+def layers_of(target: Target | None) -> list[nn.Module]:
+    """Return the layers of a target that can be compiled, [] where they are not known or not as
+    their class has them, and where they are spread over processes."""
+    layers = [] if target is None or target.sharded else target.tapped_layers
+    return [] if any("forward" in vars(layer) for layer in layers) else layers

@@ -134,8 +134,9 @@ class TrainConfig(AutoDtype):
     seed: Seed = 0
     # rows of an optimizer step, over all ranks
     batch_size: OneOrMore = 32
-    # auto: on a GPU the target's layers are compiled for training passes, where short ones give the
-    # same hidden states; none: they run as they were loaded
+    # auto: on a GPU the target's layers, and what stands between the products of the head's, are
+    # compiled for training passes, where the first one has the same loss and gradients; none: they
+    # run as they are
     compile: Literal["auto", "none"] = "auto"
     # most rows of one forward pass of a rank; 0 = all of its rows
     micro_batch: ZeroOrMore = 0

@@ -95,8 +95,9 @@ def train_step(run: Run) -> int:
     before = _begin_step(run)
     sums = Sums()
     for micro in _micro_batches(run):
+        batch = micro.batch.to(run.device)
+        run.compiled.check(batch, micro.target)
         with _one_pass(run, micro):
-            batch = micro.batch.to(run.device)
             out = run.model(batch, micro.target)  # a head's forward is its loss
             run.accelerator.backward(out.sum)
         sums.add(batch, out)
@@ -144,7 +145,8 @@ def _micro_batches(run: Run) -> Iterator[Made]:
 def _one_pass(run: Run, micro: Made) -> Iterator[None]:
     """Gradients add up inside; DDP averages them over the ranks in a step's last pass."""
     alone = nullcontext() if micro.last else run.accelerator.no_sync(run.model)
-    with alone, run.flops.counted(micro.batch.mask), run.clock.part("head"):
+    counted, timed = run.flops.counted(micro.batch.mask), run.clock.part("head")
+    with alone, counted, timed, run.compiled.used():
         yield
 
 

@@ -19,6 +19,7 @@ from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.heads.parity import PassLimits
 from outrider.train.checkpoint import Saver, State
+from outrider.train.compiled import Compiled
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.passes import Limits
@@ -38,7 +39,7 @@ class Run:
 
     head: what is trained. model: the head as it is called, wrapped in DDP on several ranks.
     store: features that are read in place of the target's pass. state: the state of the run.
-    source: the target of passes without a store, as it is or with compiled layers.
+    compiled: what of its passes is.
     ready: the rows of the steps before this one are there (train.following); 0: not asked yet.
     """
 
@@ -58,7 +59,7 @@ class Run:
     clock: Clock
     flops: Flops
     profile: torch.profiler.profile | None
-    source: Any
+    compiled: Compiled
     ready: int = 0
 
     @functools.cached_property
@@ -83,7 +84,7 @@ class Run:
         without a wait."""
         batch = self.rows.batch(rows)
         batch = dataclasses.replace(batch, plan=self.head.plan(batch, step))
-        target = CachedTarget(self.target, self.store, batch) if self.store else self.source
+        target = CachedTarget(self.target, self.store, batch) if self.store else self.target
         return batch.pinned() if self.device.type == "cuda" else batch, target
 
     def exchange(self, sums: Sums) -> Shared:

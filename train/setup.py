@@ -28,7 +28,7 @@ from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import hash_u63
 from outrider.heads.warm import Start
 from outrider.train import checkpoint as disk
-from outrider.train.compiled import passes_of
+from outrider.train.compiled import Compiled
 from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
@@ -104,13 +104,14 @@ def begin(
     learned = self_check(rows, plan, target.tokenizer)
     for note in filter(None, (learned, *made.notes, *begun, sharding)):
         log.say(note)
-    source = passes_of(target, device, log.say) if cfg.compile == "auto" and not store else target
+    where = device if cfg.compile == "auto" else None
+    compiled = Compiled(head, None if store else target, where, log.say)
     head.train()
     model = _called(accelerator, head)
     parts = accelerator, stop, target, rows, plan, head, model, store, optimizer, state, log
     saver = disk.Saver(out, cfg.keep, accelerator, state.step or -1)
     profile = profiler(cfg.profile, state.step, out) if main else None
-    return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile, source)
+    return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile, compiled)
 
 
 def _check_space(out: Path, head: Head, keep: int) -> None:

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from outrider.heads.block.attention import Keys
 from outrider.heads.block.config import BlockConfig
-from outrider.heads.layers.layer import DraftNet, Linear, RMSNorm, Rope, in_input_dtype
+from outrider.heads.layers import pieces
+from outrider.heads.layers.layer import MLP, DraftNet, Linear, RMSNorm, Rope, in_input_dtype
 
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
 SLOWEST = 0.04  # radians a position: slower pairs cannot tell neighbours apart
@@ -47,7 +47,7 @@ class BlockLayer(nn.Module):
         self.o_proj = Linear(near, width, bias=False)
         self.q_norm = RMSNorm(size, eps)
         self.k_norm = RMSNorm(size, eps) if key_norm else None
-        self.mlp = in_input_dtype(LlamaMLP(config))
+        self.mlp = in_input_dtype(MLP(config))
         self.input_layernorm = RMSNorm(width, eps)
         self.post_attention_layernorm = RMSNorm(width, eps)
 
@@ -58,13 +58,13 @@ class BlockLayer(nn.Module):
             key = F.rms_norm(key, (self.size,), eps=self.eps)
         else:
             key = self.k_norm(key)
-        return turned(key, rope), self._heads(self.v_proj(x))
+        return pieces.turned(key, *rope), self._heads(self.v_proj(x))
 
     def forward(self, x: Tensor, rope: Rope, attend: Callable[[Tensor, Keys], Tensor]) -> Tensor:
         """Return rows [B, n, D] -> [B, n, D]. attend: (queries [B, H, n, hd], own keys) ->
         the same shape as the queries."""
         normed = self.input_layernorm(x)
-        query = turned(self.q_norm(self._heads(self.q_proj(normed))), rope)
+        query = pieces.turned(self.q_norm(self._heads(self.q_proj(normed))), *rope)
         found = attend(query, self.keys(normed, rope))
         x = x + self.o_proj(found.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -137,12 +137,6 @@ class BlockNet(DraftNet):
         (its side of the Markov term)."""
         assert self.confidence is not None
         return self.confidence(h if before is None else torch.cat([h, before], -1))[..., 0]
-
-
-def turned(x: Tensor, rope: Rope) -> Tensor:
-    """[B, heads, n, hd] at the rotary positions of [B or 1, n, hd] cos and sin."""
-    cos, sin = (t[:, None] for t in rope)
-    return x * cos + rotate_half(x) * sin
 
 
 @torch.no_grad()

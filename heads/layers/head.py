@@ -16,7 +16,7 @@ from outrider.decode.target import Target
 from outrider.heads import shapes, vocab
 from outrider.heads.base import TAPS, Head
 from outrider.heads.config import MOST_DEPTH
-from outrider.heads.layers import mask
+from outrider.heads.layers import mask, pieces
 from outrider.heads.layers.layer import RMSNorm
 from outrider.heads.layers.shape import LayerShape, as_made, layer_config
 from outrider.heads.saved import Saved
@@ -85,6 +85,9 @@ class LayeredHead(Head):
             "final": self.final,
             "reads_table": True,
         }
+
+    def compiles(self) -> list[tuple[Any, str]]:
+        return [(pieces, name) for name in pieces.NAMES]
 
     def projection(self, target: Target) -> Tensor:
         """[Vd, D] the weight that turns what the network gives into draft logits: its own LM

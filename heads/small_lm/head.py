@@ -105,7 +105,8 @@ class SmallLM(Head):
         """given: the target's tensors by net's names, when it was cut from it."""
         super().__init__(cfg)
         self.cfg: SmallLMConfig = cfg
-        self.finish = Target(net).head  # freezes everything for a moment
+        draft = Target(net)  # freezes everything for a moment
+        self.finish, self.stack = draft.head, draft.tapped_layers
         if not self.finish.exact:
             raise UserError(
                 "head: the draft's logits do not follow from its last hidden state "
@@ -229,6 +230,9 @@ class SmallLM(Head):
             if not (terms.mask == "argmax" or terms.tv or terms.lk):
                 rows = (rows[0][: self.vocab], None if rows[1] is None else rows[1][: self.vocab])
         return target_distribution(target, rows, feats, flat - 1, ids, inside, terms.mask)
+
+    def compiles(self) -> list[tuple[Any, str]]:
+        return [(layer, "forward") for layer in self.stack]
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return [B, T, D], the draft's last hidden states, after its final norm, computed

@@ -41,7 +41,7 @@ from outrider.scripts.common import files
 from outrider.scripts.machine.config import DoctorConfig
 from outrider.train.accelerator import start
 from outrider.train.checkpoint import locked
-from outrider.train.compiled import passes_of
+from outrider.train.compiled import Compiled
 from outrider.train.config import ValidateConfig
 from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
@@ -268,14 +268,15 @@ def _profiled(run: Run) -> dict[str, Any]:
 
 
 def _compiled(run: Run, steps: int, plain: float) -> dict[str, Any]:
-    """Return what compiled layers of the target bring, and how far the loss of a pass goes from
-    the plain one's."""
+    """Return what compiled passes bring, of target and head together, and how far the loss of one
+    goes from the plain one's."""
     said, batch = list[str](), run.make(0, run.passes(0)[0])[0].to(run.device)
-    run.source = passes_of(run.target, run.device, said.append)
-    with torch.no_grad():
-        losses = [float(run.head(batch, target).sum) for target in (run.target, run.source)]
-    rate = _rate(run, steps)
-    change = abs(losses[1] / losses[0] - 1)
+    losses = [float(run.head(batch, run.target).sum.detach())]
+    run.compiled = Compiled(run.head, run.target, run.device, said.append)
+    run.compiled.check(batch, run.target)
+    with run.compiled.used():
+        losses.append(float(run.head(batch, run.target).sum.detach()))
+    rate, change = _rate(run, steps), abs(losses[1] / losses[0] - 1)
     return {"tokens_per_second": rate, "speedup": rate / plain, "loss_change": change, "said": said}
 
 

@@ -16,7 +16,7 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.machine import gpu, look
 from outrider.scripts.machine.config import DoctorConfig
-from outrider.train.compiled import CompiledTarget
+from outrider.train.compiled import Compiled
 from outrider.train.dry_run.models import model_of
 from tests.helpers.commands import code_of
 
@@ -92,11 +92,10 @@ def test_gpu_needs_one_and_says_so_in_a_line(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("head", ["eagle3", "dflash"])
 def test_the_measurement_runs_on_a_cpu_in_small(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of the project's own and answers; predictions lie beside the figures, all time has a
-    part, and compiled layers give the same loss."""
+    part, and compiled passes give the same loss."""
     monkeypatch.setattr(gpu, "ROW", 40)
-    monkeypatch.setattr(
-        gpu, "passes_of", lambda target, _, say: CompiledTarget(target, say, "eager")
-    )
+    passes = lambda head, target, _, say: Compiled(head, target, torch.device("cuda"), say, "eager")
+    monkeypatch.setattr(gpu, "Compiled", passes)
     monkeypatch.setattr(gpu, "_product", lambda target: 1e9)
     model = model_of(TargetConfig(kind="tiny", layers=4, vocab=512))
     keys = [f"head={head}", "data.max_length=64", "batch_size=4", "micro_batch=2"]
