@@ -67,8 +67,8 @@ class Head(Stored):
     @classmethod
     def completed(cls, cfg: Any, target: Target, counts: Tensor | None = None) -> Any:
         """Its keys with those that they leave to the target and the data's `counts` (see
-        for_target). Default: there are none. Raises UserError for a target that no such head can
-        have."""
+        for_target). Default: there are none. Raises UserError for a target that no such head
+        can have."""
         return cfg
 
     @classmethod
@@ -99,8 +99,7 @@ class Head(Stored):
         raise TypeError(f"{type(self).__name__} must define forward")
 
     def compiles(self) -> list[tuple[Any, str]]:
-        """Return what of `forward` training may run compiled: (object, name of a function of it).
-        Default: nothing."""
+        """Return what of `forward` may run compiled: (object, its name). Default: nothing."""
         return []
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:

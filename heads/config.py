@@ -96,12 +96,12 @@ class LayeredConfig(LayerKeys, HeadConfig):
 
     # decoder layers of the drafter
     layers: Layers = 1
-    # keep only what goes from step to step, of a block head from layer to layer, and compute the
-    # rest again in the backward pass: less memory, slower
+    # keep only what goes from step to step, of a block head from layer to layer, and compute
+    # the rest again in the backward pass: less memory, slower
     activation_checkpointing: bool = False
-    # id of a reserved token whose embedding in the target is the mask's, as in engines; null = one
-    # that the tokenizer has for nobody, where there is one; -1 = a trained mask, for this engine
-    # alone
+    # id of a reserved token whose embedding in the target is the mask's, as in engines; null =
+    # one that the tokenizer has for nobody, where there is one; -1 = a trained mask, for this
+    # engine alone
     mask_token: TokenId | None = None
     # dynamic tree: nodes expanded per level, and children looked at of each
     width: Width = 6

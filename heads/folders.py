@@ -62,8 +62,8 @@ def find_head(path: str) -> Path:
 
 
 def no_head(path: str) -> list[str]:
-    """Say that no head is at `path`, for a run that starts from one; [] for "", and for the hub,
-    which is not asked."""
+    """Say that no head is at `path`, for a run that starts from one; [] for "", and for the
+    hub, which is not asked."""
     if not path or path.startswith(HUB) or head_in(path) is not None:
         return []
     return [

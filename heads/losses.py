@@ -23,8 +23,8 @@ from outrider.heads.config import LossWeights as LossWeights
 from outrider.heads.products import add_product
 from outrider.heads.teacher import Teacher, TeacherFn
 
-# Tokens whose logits exist at the same time: a CPU's caches are small, a GPU writes the gradient
-# of the LM head once for each chunk.
+# Tokens whose logits exist at the same time: a CPU's caches are small, a GPU writes the
+# gradient of the LM head once for each chunk.
 CHUNKS = {"cpu": 512}
 CHUNK = 4096
 # A smaller acceptance rate counts as this one where its logarithm is taken.
@@ -142,9 +142,9 @@ class Taught:
 
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
-    each head's loss counts. teacher: see TeacherFn; None where no term needs it. chunk:
-    tokens that are met at once. weights: [n] of the tokens; None: all are 1. rated: the overlap
-    of both distributions is wanted."""
+    each head's loss counts. teacher: see TeacherFn; None where no term needs it. chunk: tokens
+    that are met at once. weights: [n] of the tokens; None: all are 1. rated: the overlap of
+    both distributions is wanted."""
 
     place: Tensor
     valid: Tensor

@@ -31,10 +31,10 @@ CARD = "head.json"  # of a head's folder, what it is
 class DraftSpec:
     """What is asked of a drafter: by its name, and by what tuning has left in its folder.
 
-    source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain",
-    "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. width: nodes that a
-    dynamic tree expands per level. None: as the drafter itself has it. parts: the drafters of a
-    union, whose names joined are its source; () for a single one."""
+    source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain", "tree",
+    "" = the drafter's own. depth: levels. nodes: nodes of a tree. width: nodes that a dynamic
+    tree expands per level. None: as the drafter itself has it. parts: the drafters of a union,
+    whose names joined are its source; () for a single one."""
 
     source: str = ""
     shape: str = ""

@@ -45,9 +45,9 @@ from outrider.heads.names import DraftSpec
 
 SLACK = 0.05  # of accepted length, below which a difference is forgiven in 16 bits
 SHARE = 0.02  # of cycles that may differ in 16 bits beyond rounding; none in float32
-# Total variation between two distributions. 16 bits: the mean allowed, and in times of the first
-# level's what a later one may have on top of a hundredth (a sound EAGLE-3 head has 0.01 at
-# every level, one with late rotary positions first 0.01, then 0.05); float32: the most
+# Total variation between two distributions. 16 bits: the mean allowed, and in times of the
+# first level's what a later one may have on top of a hundredth (a sound EAGLE-3 head has 0.01
+# at every level, one with late rotary positions first 0.01, then 0.05); float32: the most
 # allowed.
 DISTRIBUTION, RISE, EXACT = 0.1, 3.0, 1e-3
 FEWEST = 3  # whole drafts that an answer has room for

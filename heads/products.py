@@ -19,8 +19,8 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
-    """Return whether this build adds products of `dtype` to sums in `wide` there. Asked once, of
-    numbers that `dtype` does not have: builds differ in what they take."""
+    """Return whether this build adds products of `dtype` to sums in `wide` there. Asked once,
+    of numbers that `dtype` does not have: builds differ in what they take."""
     a = torch.full((16, 16), 1.0078125, device=device, dtype=dtype)  # 1 + 2^-7
     into = torch.ones(16, 16, device=device, dtype=wide)
     try:

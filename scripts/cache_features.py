@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.train import launch
-from outrider.train.features.config import CacheConfig
+from outrider.train.data.config import CacheConfig
 
 if __name__ == "__main__":
     launch.refuse("cache_features", CacheConfig)
@@ -42,11 +42,10 @@ from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.scripts.common.progress import Steps
 from outrider.scripts.data.captured import FIRST, CapturedStates
-from outrider.train.accelerator import on_processors
+from outrider.train.accelerator import PAUSE, barrier, main_first, on_processors
 from outrider.train.data.load import load_rows
-from outrider.train.features.writer import FeatureWriter
+from outrider.train.features import FeatureWriter
 from outrider.train.signals import CODES, Stop
-from outrider.train.waiting import PAUSE, barrier, main_first
 
 
 def write(

@@ -35,7 +35,7 @@ CONF = ROOT / "conf"
 VERBS: dict[str, dict[str, tuple[str, str] | None]] = {
     "Data": {
         "synthesize": ("scripts/synthesize.py", "scripts.data.config:SynthesizeConfig"),
-        "cache_features": ("scripts/cache_features.py", "train.features.config:CacheConfig"),
+        "cache_features": ("scripts/cache_features.py", "train.data.config:CacheConfig"),
     },
     "Train": {
         "train": None,
@@ -102,7 +102,7 @@ def schema_of(verb: str) -> type:
 
 def trainers() -> dict[str, str]:
     """Return the file of every training entry point, by its name."""
-    from outrider.train.runs import HEAD_KEYS
+    from outrider.train.config import HEAD_KEYS
 
     return {name: f"train/{name}.py" for name in HEAD_KEYS}
 
@@ -163,8 +163,8 @@ def train(words: list[str]) -> None:
     """Become the training script of a head; raises SystemExit where its words have a mistake or
     ask for help."""
     from outrider.conf.schema import help_text, refused
+    from outrider.train.config import keys_of
     from outrider.train.launch import SAME
-    from outrider.train.runs import keys_of
 
     if not words or words[0] in HELP:
         rows = {name: about(file) for name, file in trainers().items()} | options("head")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.scripts.common.files import ROOT
-from outrider.train.trackers import no_reports
+from outrider.train.log import no_reports
 
 AWAY = ("192.0.2.1", 80)  # an address for documentation: nobody has it
 

@@ -8,10 +8,10 @@ count over all micro-batches and ranks. What a run writes is there whole or not 
 
 In order of time: an entry point (medusa.py and its like: the formula, and a line) starts by
 launch.py; setup.py makes the Run of run.py out of config.py's keys; loop.py steps, with
-data/ for batches, features/ and following.py for features on disk, metrics.py for sums and time,
-nonfinite.py for bad steps; evaluation.py decodes, checkpoint.py saves, resuming.py says what
-a resume may change, log.py and trackers.py tell. measure.py, validate.py and dry_run/ say
-what it costs before it runs.
+data/ for batches, features.py and following.py for features on disk, compiled.py, metrics.py
+for sums and time, nonfinite.py for bad steps; evaluation.py decodes, checkpoint.py saves,
+resuming.py says what a resume may change, log.py tells. measure.py, validate.py and dry_run/
+say what it costs before it runs.
 
 A new key goes into config.py, with a line above it; one that does not change what is
 learned goes into MAY_CHANGE (resuming.py) as well. What follows from a row's text must

@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
+import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -85,9 +90,9 @@ def check_ranks(batch_size: int, shard_group: int, world: int) -> None:
 
 
 def on_processors(device: str) -> bool:
-    """Return whether Accelerate is configured to leave GPUs alone: by device=cpu, and for several
-    processes where torch sees none, since each would be alone. device: as the key of that
-    name."""
+    """Return whether Accelerate is configured to leave GPUs alone: by device=cpu, and for
+    several processes where torch sees none, since each would be alone. device: as the key of
+    that name."""
     several = get_cpu_distributed_information().world_size > 1
     return device == "cpu" or (several and not torch.accelerator.is_available())
 
@@ -158,3 +163,50 @@ def device_of(device: str) -> str:
     if problem:
         raise UserError(f"device: {device}, but {problem}")
     return device if number else ""
+
+
+# Waiting for the other ranks without a collective, which would have a fixed time-out: to
+# tokenize may take hours
+# -------------------------------------------------------------------------------------------
+
+PAUSE = 0.5  # seconds between two looks
+_meetings: Counter[tuple[int, str]] = Counter()
+
+
+@contextlib.contextmanager
+def main_first(name: str) -> Iterator[None]:
+    """Let rank 0 run the block, then the first rank of every other machine, then the rest,
+    which find on disk what was done."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    stage = bool(rank) + bool(rank and int(os.environ.get("LOCAL_RANK", "0")))
+    for turn in range(stage):
+        barrier(f"{name} {turn}")
+    wait = False
+    try:
+        yield
+        wait = True
+    finally:  # after a mistake the others go on to it themselves
+        for turn in range(stage, 2):
+            barrier(f"{name} {turn}", wait)
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there, and say so once."""
+    if not path.is_file() and os.environ.get("RANK", "0") == "0":
+        print(f"waiting for {path}", file=sys.stderr, flush=True)
+    while not path.is_file():
+        time.sleep(PAUSE)
+
+
+def barrier(name: str, wait: bool = True) -> None:
+    """Wait until every rank has come here, by looking at the store that they met at. wait:
+    False says that this rank was here, and goes on."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    place = (id(dist.group.WORLD), name)
+    _meetings[place] += 1  # a new key at each meeting
+    key = f"outrider/{name}/{_meetings[place]}"
+    store.add(key, 1)
+    while wait and int(store.add(key, 0)) < dist.get_world_size():
+        time.sleep(PAUSE)

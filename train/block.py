@@ -13,13 +13,10 @@ distribution and l that of heads/losses.py (plain_loss). h and q stand in heads/
 and head.py, w in heads/block/loss.py, the update in train/loop.py (train_step).
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 # train/ is first on sys.path and would shadow libraries
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = __file__.rpartition("/train/")[0]
 
 from outrider.train import launch
 

@@ -49,8 +49,8 @@ class State:
 
     window: sums since the last line of metrics. meaning: what the run learns, see
     train/resuming. seen: what the updates so far took, tokens and supervised tokens of all
-    ranks, wall seconds and CPU seconds of rank 0 without evaluations. skipped: steps without an
-    update so far, since loss or gradient was not finite; skipped_in_a_row: the last ones.
+    ranks, wall seconds and CPU seconds of rank 0 without evaluations. skipped: steps without
+    an update so far, since loss or gradient was not finite; skipped_in_a_row: the last ones.
     spent: seconds of rank 0 in all steps but the last.
     """
 

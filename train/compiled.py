@@ -1,6 +1,6 @@
-"""Training passes on GPUs, compiled: the layers of the target, and what of a head its `compiles`
-names. The operations between products become few kernels, one graph for all layers and lengths.
-Target and head stay as they were made, for decoding and for everybody else.
+"""Training passes on GPUs, compiled: the layers of the target, and what of a head its
+`compiles` names. The operations between products become few kernels, one graph for all layers
+and lengths. Target and head stay as they were made, for decoding and for everybody else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.train.measure import is_no_memory
 
-# Of the largest gradient of a pass: smaller ones are compared with this share of it, since they
-# may be what rounding has left of zero.
+# Of the largest gradient of a pass: smaller ones are compared with this share of it, since
+# they may be what rounding has left of zero.
 SMALL = 0.1
 
 
 class Compiled:
-    """What runs compiled inside `used`, until something of it fails: that and all later passes go
-    the plain way, and `say` gets a line."""
+    """What runs compiled inside `used`, until something of it fails: that and all later passes
+    go the plain way, and `say` gets a line."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Compiled:
                 if before is not None:
                     setattr(owner, name, before)
 
-    def check(self, batch: Batch, target: Any) -> None:
+    def check(self, batch: Batch, target: Target) -> None:
         """Before the first pass: go the plain way from now on unless it has the loss and the
         gradients of the plain way."""
         if self._checked or not self._on:
@@ -87,9 +87,9 @@ class Compiled:
         if self._on and not apart <= TOLERANCE[target.dtype]:
             self._plain(f"loss or gradients differ by {apart:.2g}")
 
-    def _gradients(self, batch: Batch, target: Any) -> list[Tensor]:
-        """Return the loss of a pass, a token's, and what it gives every weight, which keeps none
-        of it."""
+    def _gradients(self, batch: Batch, target: Target) -> list[Tensor]:
+        """Return the loss of a pass, a token's, and what it gives every weight, which keeps
+        none of it."""
         weights = [p for p in self._head.parameters() if p.requires_grad]
         device = batch.ids.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -120,7 +120,7 @@ class Compiled:
 
 
 def layers_of(target: Target | None) -> list[nn.Module]:
-    """Return the layers of a target that can be compiled, [] where they are not known or not as
-    their class has them, and where they are spread over processes."""
+    """Return the layers of a target that can be compiled, [] where they are not known or not
+    as their class has them, and where they are spread over processes."""
     layers = [] if target is None or target.sharded else target.tapped_layers
     return [] if any("forward" in vars(layer) for layer in layers) else layers

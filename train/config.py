@@ -7,14 +7,18 @@ A key that does not change what is learned is in MAY_CHANGE of train/resuming.py
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator
 
+from outrider.conf.errors import UserError
 from outrider.conf.rules import (
     AboveZero,
     BelowOne,
@@ -60,8 +64,8 @@ def _summed(value: str) -> str:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    # peak learning rate; null = by the width of the target, 1e-3 up to 576 and as 1 / width above,
-    # six times that for a LoRA on a frozen head
+    # peak learning rate; null = by the width of the target, 1e-3 up to 576 and as 1 / width
+    # above, six times that for a LoRA on a frozen head
     lr: AboveZero | None = None
     # decay of the first moment
     beta1: BelowOne = 0.9
@@ -134,9 +138,9 @@ class TrainConfig(AutoDtype):
     seed: Seed = 0
     # rows of an optimizer step, over all ranks
     batch_size: OneOrMore = 32
-    # auto: on a GPU the target's layers, and what stands between the products of the head's, are
-    # compiled for training passes, where the first one has the same loss and gradients; none: they
-    # run as they are
+    # auto: on a GPU the target's layers, and what stands between the products of the head's,
+    # are compiled for training passes, where the first one has the same loss and gradients;
+    # none: they run as they are
     compile: Literal["auto", "none"] = "auto"
     # most rows of one forward pass of a rank; 0 = all of its rows
     micro_batch: ZeroOrMore = 0
@@ -160,8 +164,8 @@ class TrainConfig(AutoDtype):
     keep: Annotated[int, Ge(2)] = 2
     # write a line of metrics every so many steps
     log_every: OneOrMore = 10
-    # stop at this many steps in a row whose loss or gradient is not finite; fewer make no update;
-    # 1 = stop at the first
+    # stop at this many steps in a row whose loss or gradient is not finite; fewer make no
+    # update; 1 = stop at the first
     bad_steps: OneOrMore = 8
     # [FROM,TO]: record these steps, counted from 1, with torch.profiler; the trace is in
     # OUT/profile
@@ -245,3 +249,113 @@ def defaults(cfg: Any) -> dict[str, Any]:
     """Return dotted key -> default of every key of a config dataclass that has one."""
     found = flat(cfg, lambda item, _: default(item))
     return {key: value for key, value in found.items() if value is not dataclasses.MISSING}
+
+
+# The schedule
+# -------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: int, steps: int, cfg: OptimConfig) -> float:
+    """Return the rate of update number `step` (0-based) of `steps`: linear warm-up, then
+    cosine, linear or constant."""
+    assert cfg.lr is not None, "chosen by the target's width before"
+    warm = round(cfg.warmup * steps)
+    if step < warm:
+        return cfg.lr * (step + 1) / (warm + 1)
+    done = (step - warm) / max(1, steps - 1 - warm)
+    if cfg.schedule == "constant":
+        return cfg.lr
+    shape = 1 - done if cfg.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return cfg.lr * (cfg.final + (1 - cfg.final) * shape)
+
+
+def planned_steps(done: int, seconds: float, steps: int, minutes: float) -> int:
+    """Return the steps of a run: `steps`, or with `minutes` (0 = no limit) at most as many
+    as fit in at the pace of the first `done`, which took `seconds`."""
+    if not minutes or not seconds or done < 1:
+        return steps
+    return max(done + 1, min(steps, int(60 * minutes * done / seconds)))
+
+
+def over(done: int, seconds: float, minutes: float) -> bool:
+    """Return whether `minutes` hold no step beside the first `done`, which took `seconds`,
+    and the one behind them."""
+    return bool(minutes and done > 0) and seconds * (done + 2) / done > 60 * minutes
+
+
+def usual_rate(width: int, narrows: bool = True) -> float:
+    """Return the peak rate where nobody gives one, for a target of that width, to two digits.
+
+    A layer under AdamW wants its rate as 1 / width (Yang et al. 2022, "Tensor Programs V"),
+    and 1e-3 was found at 576. That is 1.4e-4 at 4,096, where EAGLE heads are trained with
+    5e-5 to 2e-4. narrows: False for heads that start as the target's own and whose authors
+    keep 1e-3 at 4,096 (Medusa).
+    """
+    return float(f"{1e-3 * min(1.0, 576 / width):.2g}") if narrows else 1e-3
+
+
+# The keys of each entry point under train/: those above and those of its heads
+# -------------------------------------------------------------------------------------------
+
+# kind of head -> the script under train/ that trains it, by whose name conf/ has its defaults
+ENTRIES = {
+    "medusa": "medusa",
+    "hydra_heads": "hydra_heads",
+    "eagle1": "eagle",
+    "eagle3": "eagle",
+    "dflash": "block",
+    "dspark": "block",
+    "small_lm": "draft",
+}
+# script -> the keys of its heads, in heads/; head.py has those of any kind
+HEAD_KEYS = {
+    "medusa": "medusa.config:MedusaConfig",
+    "hydra_heads": "medusa.config:HydraHeadsConfig",
+    "eagle": "eagle.config:EagleConfig",
+    "block": "block.config:BlockConfig",
+    "draft": "small_lm.config:SmallLMConfig",
+    "head": "",
+}
+
+
+@dataclass(frozen=True)
+class HeadRun(TrainConfig):
+    """A run of any kind of head, those of own packages too: conf/head.yaml."""
+
+    # the keys of conf/head/NAME.yaml; head=NAME chooses
+    head: dict[str, Any]  # type: ignore[assignment]
+
+    @classmethod
+    def exact(cls, cfg: DictConfig) -> type[TrainConfig]:
+        """Return the schema with the keys of the kind that `cfg` names. Raises UserError
+        where it names none that there is."""
+        if not cfg.get("head"):
+            return cls  # the key is missing
+        if (kind := OmegaConf.select(cfg, "head.kind")) is None:
+            raise UserError("head.kind: is required; choose a head by head=NAME")
+        return entry_of(str(kind))[1]
+
+
+@functools.cache
+def keys_of(script: str) -> type[TrainConfig]:
+    """Return the keys of a script under train/."""
+    module, _, name = HEAD_KEYS[script].partition(":")
+    if not name:
+        return HeadRun
+    return _run_of(getattr(importlib.import_module(f"outrider.heads.{module}"), name))
+
+
+def _run_of(keys: Any) -> type[TrainConfig]:
+    """Return TrainConfig with these keys of a head."""
+    head = ("head", keys, field(default_factory=keys))
+    return dataclasses.make_dataclass("HeadRun", [head], bases=(TrainConfig,), frozen=True)
+
+
+def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
+    """Return the script that trains any kind of head, and the schema of its keys. Raises
+    UserError for a kind that nobody brings."""
+    if kind in ENTRIES:
+        return ENTRIES[kind], keys_of(ENTRIES[kind])
+    from outrider.heads.registry import head_class
+
+    return "head", _run_of(head_class(kind).Config)

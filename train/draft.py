@@ -15,13 +15,10 @@ OUT/head is an ordinary transformers folder: `AutoModelForCausalLM.from_pretrain
 `assistant_model=` take it.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 # train/ is first on sys.path and would shadow libraries
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = __file__.rpartition("/train/")[0]
 
 from outrider.train import launch
 

@@ -14,13 +14,10 @@ distance of g to the target's feature. g and q stand in heads/eagle/net.py and h
 update in train/loop.py (train_step).
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 # train/ is first on sys.path and would shadow libraries
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = __file__.rpartition("/train/")[0]
 
 from outrider.train import launch
 

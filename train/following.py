@@ -11,14 +11,14 @@ import time
 
 from accelerate.utils import gather_object
 
-from outrider.train.features.store import CachedTarget, check_last
+from outrider.train.accelerator import PAUSE
+from outrider.train.features import CachedTarget, check_last
 from outrider.train.run import Run
-from outrider.train.waiting import PAUSE
 
 
 def begin_round(run: Run) -> int:
-    """Wait for the files of the next round, where one begins. Returns the signal that some rank
-    was asked to stop by, 0 if none. Every rank must call it."""
+    """Wait for the files of the next round, where one begins. Returns the signal that some
+    rank was asked to stop by, 0 if none. Every rank must call it."""
     store, step, said = run.store, run.state.step, False
     if step < run.ready:
         return 0

@@ -13,13 +13,10 @@ The step is in train/loop.py (train_step); train/medusa.py, eagle.py, hydra_head
 block.py and draft.py each train one family, and open with its formula.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 # train/ is first on sys.path and would shadow libraries
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = __file__.rpartition("/train/")[0]
 
 from outrider.train import launch
 

@@ -15,13 +15,10 @@ distribution and l of heads/losses.py (plain_loss). h and q stand in
 heads/medusa/hydra_heads.py and base.py, the update in train/loop.py (train_step).
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 # train/ is first on sys.path and would shadow libraries
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = __file__.rpartition("/train/")[0]
 
 from outrider.train import launch
 

@@ -53,7 +53,7 @@ def trainer(name: str, module: str) -> Any:
     loaded."""
     set_memory()
     from outrider.conf.schema import entry
-    from outrider.train.runs import keys_of
+    from outrider.train.config import keys_of
 
     def main(cfg: Any) -> None:
         from outrider.train.loop import fit

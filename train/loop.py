@@ -27,18 +27,17 @@ from outrider.heads.checkpoint import save_head
 from outrider.heads.registry import head_class
 from outrider.train.accelerator import ending, start
 from outrider.train.checkpoint import is_final, locked
-from outrider.train.config import TrainConfig
-from outrider.train.data.prefetch import Made
+from outrider.train.config import TrainConfig, learning_rate, planned_steps
+from outrider.train.data.passes import Made
 from outrider.train.evaluation import evaluate, gate
 from outrider.train.following import begin_round, forget
+from outrider.train.log import check_installed
 from outrider.train.measure import peak_bytes
 from outrider.train.metrics import Shared, Sums, summary
 from outrider.train.nonfinite import pass_over
 from outrider.train.run import Run
-from outrider.train.schedule import learning_rate, planned_steps
 from outrider.train.setup import begin, explained
 from outrider.train.signals import Stop, interruption
-from outrider.train.trackers import check_installed
 
 
 def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
@@ -110,7 +109,7 @@ def train_step(run: Run) -> int:
         _count_step(run, shared, before)
         _report(run, norm, rate)
     else:
-        pass_over(run, sums)  # train/nonfinite.py
+        pass_over(run, sums)
     run.optimizer.zero_grad(set_to_none=True)
     if run.profile is not None:
         run.profile.step()
@@ -145,8 +144,7 @@ def _micro_batches(run: Run) -> Iterator[Made]:
 def _one_pass(run: Run, micro: Made) -> Iterator[None]:
     """Gradients add up inside; DDP averages them over the ranks in a step's last pass."""
     alone = nullcontext() if micro.last else run.accelerator.no_sync(run.model)
-    counted, timed = run.flops.counted(micro.batch.mask), run.clock.part("head")
-    with alone, counted, timed, run.compiled.used():
+    with alone, run.flops.counted(micro.batch.mask), run.clock.part("head"), run.compiled.used():
         yield
 
 

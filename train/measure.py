@@ -103,24 +103,10 @@ class Flops:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory since the last reset, bytes."""
+    """Return the most memory so far, bytes; on a GPU since its statistics were reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-    except (OSError, StopIteration, ValueError):  # without a reset: of the whole process
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def reset_peak(device: torch.device) -> None:
-    """Let the peak begin again at what is held. Without permission, or outside Linux, nothing
-    happens."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def is_no_memory(error: BaseException) -> bool:

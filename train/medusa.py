@@ -12,13 +12,10 @@ with p the target's distribution and l of heads/losses.py (plain_loss). h and q 
 heads/medusa/head.py and base.py, the update in train/loop.py (train_step).
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 # train/ is first on sys.path and would shadow libraries
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = __file__.rpartition("/train/")[0]
 
 from outrider.train import launch
 

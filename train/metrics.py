@@ -73,8 +73,8 @@ def exchange(
     norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float64)
     bad = ~(torch.stack(sums.finite).all() & norm.isfinite())
     names = sorted(sums.totals)
-    # All ranks clip by one number, for unlike devices sum the same gradients to unlike norms, and
-    # plan by one clock.
+    # All ranks clip by one number, for unlike devices sum the same gradients to unlike norms,
+    # and plan by one clock.
     main = accelerator.is_main_process
     flags = torch.stack([bad.double(), norm if main else torch.zeros_like(norm)])
     told = norm.new_tensor([requested, seconds if main else 0.0])

@@ -1,5 +1,5 @@
-"""A step whose loss or gradient is not finite makes no update: its rows are named, and many such
-steps in a row end the run.
+"""A step whose loss or gradient is not finite makes no update: its rows are named, and many
+such steps in a row end the run.
 
 Where the loss of a pass is not finite its rows are named, otherwise those of the whole step;
 smaller passes (micro_batch) name fewer.

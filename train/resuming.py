@@ -30,8 +30,8 @@ MAY_CHANGE = (
     *("head.activation_checkpointing", "head.chunk", "head.shape", "head.nodes"),
     *("head.depth", "head.width", "head.tree_draw"),
 )
-# Keys that change what is learned and may all the same differ when a run is resumed: from there
-# on the order of the rows, or the schedule, is that of the new value.
+# Keys that change what is learned and may all the same differ when a run is resumed: from
+# there on the order of the rows, or the schedule, is that of the new value.
 REPLANNED = ("data.skip", "minutes", "optim.lr", "steps")
 EARLIER = {"head.mask_token": -1}  # what runs without these keys did
 OF_LAYERS = ("head.intermediate_size",)  # earlier runs had the target's

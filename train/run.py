@@ -20,15 +20,13 @@ from outrider.heads.batch import Batch
 from outrider.heads.parity import PassLimits
 from outrider.train.checkpoint import Saver, State
 from outrider.train.compiled import Compiled
-from outrider.train.config import TrainConfig
+from outrider.train.config import TrainConfig, over, planned_steps
 from outrider.train.data.batches import BatchPlan, JoinedRows
-from outrider.train.data.passes import Limits
-from outrider.train.data.prefetch import Made, ahead
-from outrider.train.features.store import CachedTarget, FeatureStore
+from outrider.train.data.passes import Limits, Made, ahead
+from outrider.train.features import CachedTarget, FeatureStore
 from outrider.train.log import Log
 from outrider.train.measure import Flops
 from outrider.train.metrics import Clock, Shared, Sums, exchange
-from outrider.train.schedule import over, planned_steps
 from outrider.train.signals import Stop
 
 

@@ -28,24 +28,22 @@ from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import hash_u63
 from outrider.heads.warm import Start
 from outrider.train import checkpoint as disk
+from outrider.train.accelerator import barrier, main_first, wait_for
 from outrider.train.compiled import Compiled
-from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
+from outrider.train.config import OptimConfig, TrainConfig, defaults, flat, usual_rate
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.tokens import PASSED
-from outrider.train.features.store import MANIFEST, FeatureStore, computed_in
-from outrider.train.features.store import identity_of as features_identity
-from outrider.train.log import Log
+from outrider.train.features import MANIFEST, FeatureStore, computed_in
+from outrider.train.features import identity_of as features_identity
+from outrider.train.log import Log, settings_of
 from outrider.train.measure import Flops, is_no_memory, profiler
 from outrider.train.metrics import Clock
 from outrider.train.resuming import check_meaning, identity_of, meaning_hash, meaning_of
 from outrider.train.run import Run
-from outrider.train.schedule import usual_rate
 from outrider.train.sharding import loaded, shard_target
 from outrider.train.signals import Stop
-from outrider.train.trackers import settings_of
-from outrider.train.waiting import barrier, main_first, wait_for
 
 DRAFT_VOCAB = 8192  # where nobody says how many
 PASSES = 8  # over the same rows, which taught nearly what as many new rows would
@@ -105,8 +103,7 @@ def begin(
     for note in filter(None, (learned, *made.notes, *begun, sharding)):
         log.say(note)
     where = device if cfg.compile == "auto" else None
-    compiled = Compiled(head, None if store else target, where, log.say)
-    head.train()
+    compiled = Compiled(head.train(), None if store else target, where, log.say)
     model = _called(accelerator, head)
     parts = accelerator, stop, target, rows, plan, head, model, store, optimizer, state, log
     saver = disk.Saver(out, cfg.keep, accelerator, state.step or -1)
@@ -204,7 +201,7 @@ def _called(accelerator: Accelerator, head: Head) -> nn.Module:
 def _optimizer(keys: OptimConfig, head: Head) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
-        lr=keys.lr or 0.0,  # of every step: train.schedule
+        lr=keys.lr or 0.0,  # of every step: learning_rate
         betas=(keys.beta1, keys.beta2),
         eps=keys.eps,
         weight_decay=keys.weight_decay,

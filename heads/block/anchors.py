@@ -22,8 +22,8 @@ TWICE = 2  # how often a supervised token is predicted in an epoch, on average
 
 @dataclass(frozen=True)
 class Anchors:
-    """place: [B, A] int64, ascending in a row. real: [B, A] bool, the others fill up rows, at the
-    place of the last one. known: what `place` says, to the host."""
+    """place: [B, A] int64, ascending in a row. real: [B, A] bool, the others fill up rows, at
+    the place of the last one. known: what `place` says, to the host."""
 
     place: Tensor
     real: Tensor
@@ -51,8 +51,8 @@ class Anchors:
 
 @dataclass(frozen=True)
 class Slots:
-    """The supervised ones of N blocks of `size` slots. at: [n] int64, where they stand among all
-    N * size. number: [n] int64, their places in their blocks."""
+    """The supervised ones of N blocks of `size` slots. at: [n] int64, where they stand among
+    all N * size. number: [n] int64, their places in their blocks."""
 
     at: Tensor
     number: Tensor

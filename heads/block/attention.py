@@ -6,8 +6,8 @@ features up to a multiple of STRIDE, which are the same for neighbouring anchors
 between there and the anchor together with the block's own rows. Elsewhere the scores of some
 anchors exist at a time, and the backward pass computes them again.
 
-Shape letters: B rows, T features, A blocks of a row, R rows of a block, n = A * R, H query heads,
-Hkv key heads, hd head size, s sequences, m keys.
+Shape letters: B rows, T features, A blocks of a row, R rows of a block, n = A * R, H query
+heads, Hkv key heads, hd head size, s sequences, m keys.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MOST = 1 << 15  # keys of a call of flash attention, which reads copies of them
 class Reads:
     """What one call of flash attention reads for some rows of a document.
 
-    rows: which. keys: [m] int64, the keys of all sequences, out of the T features and the n rows'
-    own behind them. cuts: [s + 1] int32 each, where sequences of rows and of keys begin. longest:
-    rows and keys of the longest sequence."""
+    rows: which. keys: [m] int64, the keys of all sequences, out of the T features and the n
+    rows' own behind them. cuts: [s + 1] int32 each, where sequences of rows and of keys begin.
+    longest: rows and keys of the longest sequence."""
 
     rows: slice
     keys: Tensor
@@ -87,8 +87,8 @@ class BlockAttention:
         self.length = context[0][0].shape[2]
 
     def __call__(self, layer: int, query: Tensor, own: Keys) -> Tensor:
-        """query: [B, H, n, hd]. own: keys and values of the rows, [B, Hkv, n, hd] each. -> [B, H,
-        n, hd]."""
+        """query: [B, H, n, hd]. own: keys and values of the rows, [B, Hkv, n, hd] each. -> [B,
+        H, n, hd]."""
         with torch.autocast(query.device.type, enabled=False):
             way = self._flash if kernel_for(query) is FLASH else self._dense
             return way(query, self.context[layer], own)
@@ -143,8 +143,8 @@ def attend_blocks(
 
 
 class _Flash(torch.autograd.Function):
-    """Of a document. query: [n, H, hd]. key, value: [T + n, Hkv, hd]. The backward pass of each
-    call starts from the merged output and log-sum-exp."""
+    """Of a document. query: [n, H, hd]. key, value: [T + n, Hkv, hd]. The backward pass of
+    each call starts from the merged output and log-sum-exp."""
 
     @staticmethod
     def forward(

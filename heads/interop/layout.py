@@ -204,9 +204,9 @@ def loaded(
     theirs: Callable[[str], str],
     known: Mapping[str, Tensor],
 ) -> Head:
-    """Return the head that `make` makes with the tensors of a file. theirs: gives the file's name
-    for one of ours; known: those of ours that come from the target. Raises UserError that names
-    every tensor that does not fit."""
+    """Return the head that `make` makes with the tensors of a file. theirs: gives the file's
+    name for one of ours; known: those of ours that come from the target. Raises UserError that
+    names every tensor that does not fit."""
     with torch.device("meta"):
         wanted = {n: v.shape for n, v in make().state_dict().items() if n not in known}
     shapes = {theirs(name): shape for name, shape in wanted.items()}
@@ -221,8 +221,8 @@ def loaded(
 
 def draft_ids(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> Tensor | None:
     """Return the target ids [Vd] of a draft vocabulary, None without one. d2t [Vd] must hold
-    offsets: target id = i + d2t[i], ascending, below V = size; t2d [V] must mark the same tokens.
-    Raises UserError, which says so where the file seems to hold the ids themselves."""
+    offsets: target id = i + d2t[i], ascending, below V = size; t2d [V] must mark the same
+    tokens. Raises UserError, which says so where the file seems to hold the ids themselves."""
     if "d2t" not in tensors:
         return None
     d2t, t2d = tensors["d2t"], tensors.get("t2d")
@@ -248,8 +248,8 @@ def without_copies(
     foreign: Foreign, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a file's tensors without those that it copies from the target. copies: the
-    target's own, by the file's names. Raises UserError where one is not the target's, up to the
-    rounding of its dtype."""
+    target's own, by the file's names. Raises UserError where one is not the target's, up to
+    the rounding of its dtype."""
     for name in copies.keys() & tensors.keys():
         theirs, ours = tensors[name], copies[name]
         error = torch.inf

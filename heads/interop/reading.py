@@ -1,5 +1,5 @@
-"""What somebody else wrote, read with care: a folder of JSON and safetensors, or pickles through
-torch.load(weights_only=True), and GGUF files by the format's own package.
+"""What somebody else wrote, read with care: a folder of JSON and safetensors, or pickles
+through torch.load(weights_only=True), and GGUF files by the format's own package.
 
 Nothing in it is trusted: sizes come from the tensors, names stay inside the folder,
 and what is missing, cut off or damaged is named.

@@ -140,8 +140,8 @@ class LayeredHead(Head):
 
     @torch.no_grad()
     def check_loaded(self, target: Target) -> None:
-        """Take the mask of a token from the target's table, frozen, in the dtype that the target
-        has here."""
+        """Take the mask of a token from the target's table, frozen, in the dtype that the
+        target has here."""
         if self.cfg.mask_token >= 0:
             token = torch.tensor([self.cfg.mask_token], device=target.device)
             weight = getattr(self.net, self.mask_name)

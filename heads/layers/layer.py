@@ -15,18 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, LlamaConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.heads.layers import pieces
-
-Rope = tuple[Tensor, Tensor]  # cos, sin, each [.., hd]
+from outrider.heads.layers.pieces import MLP, Attention, RMSNorm, Rope
 
 
 class Linear(nn.Linear):
@@ -39,54 +31,6 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
-
-
-class RMSNorm(LlamaRMSNorm):
-    """LlamaRMSNorm; statistics in float32 or better."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[.., D] -> [.., D], in the input's dtype."""
-        x, weight, eps = hidden_states, self.weight, self.variance_epsilon
-        if not torch.is_grad_enabled():
-            return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-        # On CPUs the backward pass of F.rms_norm takes half as long again.
-        if x.dim() == 3:  # compiled, a graph for all passes of rows
-            return pieces.normed(x.flatten(0, 1), weight, eps).unflatten(0, x.shape[:2])
-        return pieces.normed(x, weight, eps)
-
-
-class MLP(LlamaMLP):
-    """LlamaMLP, element by element as pieces has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., D] -> [.., D]."""
-        return self.down_proj(pieces.gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
-
-
-class Attention(LlamaAttention):
-    """LlamaAttention, its rotary positions as pieces has them."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Rope,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """[B, n, D or 2 D] -> [B, n, D]."""
-        given = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (
-            product(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for product in given
-        )
-        query, key = (pieces.turned(x, *position_embeddings) for x in (query, key))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        kwargs["scaling"] = self.scaling
-        found, _ = attend(self, query, key, value, attention_mask, **kwargs)
-        return self.o_proj(found.flatten(-2)), None
 
 
 def in_input_dtype(module: nn.Module) -> nn.Module:

@@ -25,8 +25,8 @@ from outrider.heads.layers.layer import rope_table
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
 # What configs call the number of their experts (transformers maps the rest onto these).
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Times the hidden width: of a mixture of experts the config's own is one expert's, or that of a few
-# dense layers. Dense targets have 3 to 4; heads published for mixtures have 6 (gpt-oss,
+# Times the hidden width: of a mixture of experts the config's own is one expert's, or that of
+# a few dense layers. Dense targets have 3 to 4; heads published for mixtures have 6 (gpt-oss,
 # Qwen3-30B-A3B) to 8 (Qwen3-Next).
 WIDE = 4
 

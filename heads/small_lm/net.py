@@ -153,8 +153,8 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
     """Return (a float32 model of the target's class with these layers, the target's tensors
     by the new model's names).
 
-    Raises UserError for a model that is not built as a stack of layers, and where none of these
-    attends."""
+    Raises UserError for a model that is not built as a stack of layers, and where none of
+    these attends."""
     whole, total = target.model, target.num_layers
     if refusal(cut_config(target, layers)):
         counts = [n for n in range(1, total) if _attends(target, n)]

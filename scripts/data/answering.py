@@ -20,7 +20,8 @@ from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.ledger import Ledger, say
 from outrider.scripts.data.questions import Question, Questions
 from outrider.scripts.data.server import AnswerRefused, ServerAnswer
-from outrider.train.data.rows import BadRow, RowReading, encode, interpret
+from outrider.train.data.config import RowsConfig
+from outrider.train.data.rows import BadRow, encode, interpret
 
 HINT = "the same command goes on from here"
 SURE = 256  # answers after which a share of cut ones is believed; so many are read as training does
@@ -164,9 +165,9 @@ class Answering:
         """Read a row as training does: whether it can be used, and whether what would be
         supervised of the last answer are the model's tokens: the same ids where the server returns
         them, else as many as were counted (the end-of-turn token may be among them)."""
-        how = RowReading(1 << 20, self.ends, last_turn_only=True, kwargs=self.template)
+        how = RowsConfig(1 << 20, last_turn_only=True, chat_template_kwargs=self.template)
         try:
-            (found,) = encode(interpret(row, "row"), self.tokenizer, how)
+            (found,) = encode(interpret(row, "row"), self.tokenizer, how, self.ends)
         except (BadRow, ValueError) as problem:
             if not self.cfg.tokens:  # else training reads the tokens
                 self.unusable.append(getattr(problem, "reason", str(problem)))

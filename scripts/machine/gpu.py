@@ -1,5 +1,5 @@
-"""Training steps and answers of real shapes on this GPU: what they reach, where the time goes, and
-what the dry run says of them.
+"""Training steps and answers of real shapes on this GPU: what they reach, where the time goes,
+and what the dry run says of them.
 
 Weights are random, in the shapes of published models with their whole vocabularies, and rows are
 random tokens of drawn lengths, so that nothing is downloaded. Training is the project's own step.
@@ -42,15 +42,13 @@ from outrider.scripts.machine.config import DoctorConfig
 from outrider.train.accelerator import start
 from outrider.train.checkpoint import locked
 from outrider.train.compiled import Compiled
-from outrider.train.config import ValidateConfig
+from outrider.train.config import ValidateConfig, entry_of
 from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
-from outrider.train.dry_run.memory import Plan, plan_of
-from outrider.train.dry_run.models import Model, model_of, numbers
+from outrider.train.dry_run.memory import Model, Plan, model_of, numbers, plan_of
 from outrider.train.loop import train_step
-from outrider.train.measure import peak_bytes, peak_flops, reset_peak
+from outrider.train.measure import peak_bytes, peak_flops
 from outrider.train.run import Run
-from outrider.train.runs import entry_of
 from outrider.train.setup import begin
 from outrider.train.signals import Stop
 
@@ -72,8 +70,8 @@ SHAPES: dict[str, tuple[TargetConfig, Sequence[str]]] = {
 
 
 def main(cfg: DoctorConfig, device: str) -> int:
-    """Measure, print and write, one shape after the other while there is time. Raises UserError
-    where there is no GPU, or no such shape."""
+    """Measure, print and write, one shape after the other while there is time. Raises
+    UserError where there is no GPU, or no such shape."""
     if not device.startswith("cuda"):
         raise UserError("gpu: torch sees no GPU here; run this on a machine with one")
     if cfg.shape and cfg.shape not in SHAPES:
@@ -180,7 +178,8 @@ def _training(run: Run, plan: Plan, steps: int) -> dict[str, Any]:
     """Return the speed of training beside that of the target's own products and the dry run's,
     and the peak of memory."""
     device, row = run.device, len(run.rows.ids) / (len(run.rows.offsets) - 1)
-    reset_peak(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     rate, each = _rate(run, steps), report.flops_a_token(plan, round(row))
     product, parts = _product(run.target), memory.parts(plan)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -230,8 +229,8 @@ def _named(run: Run) -> Iterator[None]:
 
 
 def _profiled(run: Run) -> dict[str, Any]:
-    """Return milliseconds a step by part and by kernel, on a CPU by operation; launches, and those
-    shorter than SHORT; where the host waited."""
+    """Return milliseconds a step by part and by kernel, on a CPU by operation; launches, and
+    those shorter than SHORT; where the host waited."""
     with _named(run), profile() as made:
         _, seconds = _steps(run, PROFILED)
     by_part, by_kernel, waits = Counter[str](), Counter[str](), Counter[str]()
@@ -268,8 +267,8 @@ def _profiled(run: Run) -> dict[str, Any]:
 
 
 def _compiled(run: Run, steps: int, plain: float) -> dict[str, Any]:
-    """Return what compiled passes bring, of target and head together, and how far the loss of one
-    goes from the plain one's."""
+    """Return what compiled passes bring, of target and head together, and how far the loss of
+    one goes from the plain one's."""
     said, batch = list[str](), run.make(0, run.passes(0)[0])[0].to(run.device)
     losses = [float(run.head(batch, run.target).sum.detach())]
     run.compiled = Compiled(run.head, run.target, run.device, said.append)

@@ -1,6 +1,6 @@
 """A report to wandb, only when asked for: a table of scores, the figures, and the speeds and
 accepted lengths under the names speed/ and eval/. `wandb=` means what it means to a training run
-(train/trackers.py)."""
+(train/log.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import first_line
-from outrider.train.trackers import no_reports
+from outrider.train.log import no_reports
 
 COLUMNS = ("T", "drafter", "accepted length", "speedup", "tokens/s", "in doubt")
 
@@ -41,7 +41,7 @@ def to_wandb(report: dict[str, Any], out: Path, mode: str, project: str) -> None
                 if not doubted:
                     run.summary[f"speed/{name}/speedup"] = speedup
                     run.summary[f"speed/{name}/tokens_per_second"] = rate
-    except Exception as error:  # as in train.trackers.Trackers
+    except Exception as error:  # as in train.log.Trackers
         print(f"wandb: not used ({first_line(error)}); the report is in {out}", file=sys.stderr)
 
 

@@ -20,7 +20,7 @@ from outrider.conf.schema import CONF, check, compose, entry, groups
 from outrider.conf.typed import default, nested_schema
 from outrider.heads.registry import head_class, kinds
 from outrider.scripts.cli import FILES, schema_of
-from outrider.train.runs import HEAD_KEYS, keys_of
+from outrider.train.config import HEAD_KEYS, keys_of
 from tests.helpers.commands import code_of
 
 ENTRIES: dict[str, type] = {

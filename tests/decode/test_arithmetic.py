@@ -11,8 +11,7 @@ from outrider.conf.schema import compose
 from outrider.decode.models import arithmetic, load
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.scoring.config import EvaluateConfig
-from outrider.train.config import ValidateConfig
-from outrider.train.runs import keys_of
+from outrider.train.config import ValidateConfig, keys_of
 
 KEYS = ["target=tiny", "data.path=x", "out_dir=y", "steps=1"]
 

@@ -31,7 +31,7 @@ from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.config import MedusaConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
-from outrider.train.dry_run.models import model_of
+from outrider.train.dry_run.memory import model_of
 from tests.helpers.archs import HYBRID, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.engine_distribution import TableDrafter, engine_distribution

@@ -23,8 +23,8 @@ import torch
 from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from outrider.heads.registry import head_class
+from outrider.train.config import keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
 from tests.golden import cases
 from tests.helpers.training import chats
 

@@ -28,8 +28,8 @@ from outrider.heads.layers.drafter import DraftCache
 from outrider.heads.medusa.base import LastFeature
 from outrider.heads.medusa.head import MedusaConfig, MedusaDrafter, MedusaHead
 from outrider.heads.registry import head_class
+from outrider.train.config import keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
 from tests.contract.cases import CASES, Case, moved
 from tests.heads.test_eagle import head_of, target_of
 from tests.helpers.archs import VOCAB

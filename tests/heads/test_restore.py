@@ -12,8 +12,8 @@ import pytest
 
 from outrider.conf.schema import compose
 from outrider.heads.registry import head_class, kinds
+from outrider.train.config import entry_of
 from outrider.train.loop import fit
-from outrider.train.runs import entry_of
 from tests.helpers.training import chats, overrides
 
 CUT = ["target.layers=2", "head.from_target_layers=1"]

@@ -27,8 +27,8 @@ from outrider.heads.registry import head_class
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from outrider.heads.small_lm.head import SmallLM
 from outrider.heads.small_lm.net import chosen_layers, cut
+from outrider.train.config import keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
 from tests.helpers.archs import build
 from tests.helpers.decoding import texts
 from tests.helpers.training import chats, overrides, random_batch, tiny_target

@@ -21,8 +21,8 @@ from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.registry import head_class, kinds
 from outrider.heads.warm import MEANING, Start
+from outrider.train.config import keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
 from tests.helpers.training import chats, overrides, run, tiny_target
 
 

@@ -32,8 +32,8 @@ from outrider.heads.interop.engines import LLAMACPP, SGLANG, VLLM
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from outrider.scripts.common.files import ROOT
+from outrider.train.config import ENTRIES, keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import ENTRIES, keys_of
 from tests.helpers.archs import ARCHS, HYBRID, SEEING, build
 from tests.helpers.decoding import texts
 from tests.helpers.training import chats, sigterm_at_update

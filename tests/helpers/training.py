@@ -19,8 +19,8 @@ from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.heads.batch import Batch
 from outrider.heads.registry import head_class
+from outrider.train.config import keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
 from tests.helpers.chats import chats as chats
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}

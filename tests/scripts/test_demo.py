@@ -14,7 +14,7 @@ from outrider.conf.schema import compose
 from outrider.scripts import cli, demo
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts
-from outrider.train.runs import keys_of
+from outrider.train.config import keys_of
 
 
 def test_its_steps_are_commands_that_compose() -> None:

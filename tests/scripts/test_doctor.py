@@ -17,7 +17,7 @@ from outrider.decode.models.config import TargetConfig
 from outrider.scripts.machine import gpu, look
 from outrider.scripts.machine.config import DoctorConfig
 from outrider.train.compiled import Compiled
-from outrider.train.dry_run.models import model_of
+from outrider.train.dry_run.memory import model_of
 from tests.helpers.commands import code_of
 
 doctor = importlib.import_module("outrider.scripts.doctor")

@@ -17,7 +17,7 @@ from outrider.conf import packages
 from outrider.conf.schema import compose
 from outrider.heads.checkpoint import load_head
 from outrider.scripts import cli
-from outrider.train.runs import HeadRun, entry_of, keys_of
+from outrider.train.config import HeadRun, entry_of, keys_of
 from tests.helpers.commands import code_of
 from tests.helpers.packages import CODE, KEYS, blocks, installed, point, write
 from tests.helpers.training import TINY, chats, tiny_target

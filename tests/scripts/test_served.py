@@ -20,10 +20,10 @@ from outrider.heads.base import Head
 from outrider.heads.interop import architecture, formats, gguf_write, refusals
 from outrider.heads.registry import head_class
 from outrider.scripts.exporting.write import write_head
-from outrider.train.dry_run.models import Model, model_of
+from outrider.train.dry_run.memory import Model, model_of
 from tests.helpers.interop import random_head, words
 from tests.helpers.training import random_batch
-from tests.train.test_recipes import RECIPES, drawn_up
+from tests.train.test_dry_run import RECIPES, drawn_up
 
 VOCAB = 260
 TINY = {

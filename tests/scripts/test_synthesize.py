@@ -27,7 +27,8 @@ from outrider.scripts.data.ledger import Ledger
 from outrider.scripts.data.questions import Questions, fingerprint
 from outrider.scripts.data.run import synthesize
 from outrider.scripts.data.server import AnswerRefused, ServerAnswer
-from outrider.train.data.rows import RowReading, encode, interpret
+from outrider.train.data.config import RowsConfig
+from outrider.train.data.rows import encode, interpret
 from tests.helpers import faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,7 +248,7 @@ def test_rows_of_tokens_hold_what_was_read_and_drawn(tmp_path: Path, ends: None)
         assert tokenizer.decode(drawn).strip().removesuffix(cut) == last["content"]
         turns.add(len(before))
         assert len(before) > 2 or not any(loss[: len(read)])
-        (found,) = encode(interpret(row, "row"), tokenizer, RowReading(1 << 20))
+        (found,) = encode(interpret(row, "row"), tokenizer, RowsConfig(1 << 20))
         assert found.ids == ids and found.loss == [*map(bool, loss)]
     assert min(turns) == 1 < max(turns)
 

@@ -16,7 +16,8 @@ from outrider.decode.models.tiny import byte_tokenizer
 from outrider.scripts.data import run
 from outrider.scripts.data.run import synthesize
 from outrider.scripts.data.server import AnswerRefused, GivenUp, ServerAnswer, read_answer
-from outrider.train.data.rows import BadRow, RowReading, encode, interpret
+from outrider.train.data.config import RowsConfig
+from outrider.train.data.rows import BadRow, encode, interpret
 from tests.scripts.test_from_server import config, one_context, serving
 
 __all__ = ["one_context"]
@@ -58,8 +59,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def supervised(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     """What stands before the last answer, and what is supervised of it."""
-    how = RowReading(1 << 20, frozenset({2}), last_turn_only=True)
-    (found,) = encode(interpret(row, "a:1"), tokenizer, how)
+    how = RowsConfig(1 << 20, last_turn_only=True)
+    (found,) = encode(interpret(row, "a:1"), tokenizer, how, frozenset({2}))
     first = found.loss.index(True)
     said = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
     return tokenizer.decode(found.ids[:first]), tokenizer.decode(said)

@@ -20,8 +20,8 @@ from outrider.heads.layers import pieces
 from outrider.heads.registry import head_class
 from outrider.train import setup
 from outrider.train.compiled import Compiled, layers_of
+from outrider.train.config import keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
 
 GPU = torch.device("cuda")

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from outrider.conf.schema import compose
+from outrider.conf.schema import CONF, compose
 from outrider.heads.block import attention
 from outrider.heads.registry import head_class
 from outrider.scripts.common.files import ROOT
 from outrider.train import validate
-from outrider.train.config import ValidateConfig
+from outrider.train.config import TrainConfig, ValidateConfig, keys_of
 from outrider.train.dry_run import memory, report
-from outrider.train.dry_run.memory import Plan
-from outrider.train.dry_run.models import active, attending, numbers, shipped
+from outrider.train.dry_run.memory import Plan, active, attending, numbers, shipped
+from outrider.train.validate import head_config
 from tests.helpers.archs import HYBRID
 from tests.helpers.commands import code_of
 from tests.helpers.flash import Torch
@@ -190,3 +190,29 @@ def test_a_recipe_for_a_hybrid_of_80_billion() -> None:
     assert report.report(plan)[0]
     wide = plan.changed({"micro_tokens": 1 << 16})
     assert memory._target_pass(wide) == 4 * memory.STATES * 12288 * wide.tokens
+
+
+# Every conf/experiment composes; tests/scripts/test_served.py trains and exports what it names
+# -------------------------------------------------------------------------------------------
+
+
+RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
+SCRIPTS = {"eagle": "eagle", "medusa": "medusa", "draft": "draft"}
+SCRIPTS |= {"hydra": "hydra_heads", "demo": "eagle"}
+
+
+def drawn_up(name: str) -> tuple[str, type[TrainConfig]]:
+    """The script and the schema of a recipe."""
+    script = next(script for word, script in SCRIPTS.items() if f"_{word}" in name)
+    return script, keys_of(script)
+
+
+def test_every_recipe_is_taken_by_its_script_and_by_validate() -> None:
+    for name in RECIPES:
+        given = [f"experiment={name}", "data.path=x", "out_dir=y"]
+        cfg = compose(*drawn_up(name), given)
+        again = compose("validate", ValidateConfig, given)
+        assert head_config(again.head) == cfg.head and again.steps == cfg.steps, name
+        on_gpus = not name.startswith("smollm2")
+        assert cfg.micro_batch <= cfg.batch_size and cfg.eval.every <= (cfg.steps or 2000), name
+        assert (cfg.steps == 0 < cfg.epochs) if on_gpus else cfg.steps > 0 == cfg.epochs, name

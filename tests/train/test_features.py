@@ -22,14 +22,12 @@ from outrider.decode.target import Target
 from outrider.heads.checkpoint import read_card
 from outrider.heads.registry import head_class
 from outrider.scripts import cache_features
+from outrider.train import features
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import JoinedRows, grouped
+from outrider.train.data.config import CacheConfig
 from outrider.train.data.load import load_rows
-from outrider.train.features import store
-from outrider.train.features import writer as feature_writer
-from outrider.train.features.config import CacheConfig
-from outrider.train.features.store import CachedTarget, FeatureStore
-from outrider.train.features.writer import FeatureWriter
+from outrider.train.features import CachedTarget, FeatureStore, FeatureWriter
 from outrider.train.loop import fit
 from tests.helpers.faults import launcher, wait
 from tests.helpers.training import TINY, run_config, tiny_target
@@ -88,7 +86,7 @@ def opened(
     rows: JoinedRows | None = None,
 ) -> FeatureStore:
     rows = rows or writer.rows
-    identity = store.identity_of(writer.target, rows, writer.cfg.dtype)
+    identity = features.identity_of(writer.target, rows, writer.cfg.dtype)
     return FeatureStore(writer.folder, identity, taps or writer.taps, rows)
 
 
@@ -202,8 +200,8 @@ def test_what_does_not_change_features_may_differ_and_what_does_may_not(
 ) -> None:
     """tests/train/test_broken_features.py has other targets, data and layers."""
     writer = written(data, tmp_path / "f", "heads=[medusa]")
-    for dtype in ("bfloat16", store.computed_in("float32", "bnb-nf4")):
-        identity = store.identity_of(writer.target, writer.rows, dtype)
+    for dtype in ("bfloat16", features.computed_in("float32", "bnb-nf4")):
+        identity = features.identity_of(writer.target, writer.rows, dtype)
         with pytest.raises(UserError, match=f"dtype float32 is not {dtype}"):
             FeatureStore(writer.folder, identity, (4,), writer.rows)
     target = writer.target
@@ -253,8 +251,8 @@ def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, *args)
 
-    bounds = feature_writer.bounds_of
-    monkeypatch.setattr(feature_writer, "bounds_of", lambda rows, *_: whole.bounds)
+    bounds = features.bounds_of
+    monkeypatch.setattr(features, "bounds_of", lambda rows, *_: whole.bounds)
     monkeypatch.setattr(Target, "features", interrupt)
     assert cache(data, out) == 75
     monkeypatch.setattr(Target, "features", real)
@@ -264,7 +262,7 @@ def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(
     assert cache(data, out) == 0
     for path in (tmp_path / "whole").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes()
-    assert bounds is not feature_writer.bounds_of
+    assert bounds is not features.bounds_of
 
 
 def test_features_that_are_not_finite_name_their_row(

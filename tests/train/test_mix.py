@@ -14,11 +14,11 @@ from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads.registry import head_class
 from outrider.train import setup
+from outrider.train.config import usual_rate
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.loop import fit
-from outrider.train.schedule import usual_rate
 from tests.helpers.training import chats, run, run_config, sigterm_at_update
 
 EOS = (2,)

@@ -19,8 +19,8 @@ from outrider.heads.registry import head_class
 from outrider.scripts import cache_features
 from outrider.train import loop, setup
 from outrider.train.accelerator import check_ranks
+from outrider.train.config import keys_of
 from outrider.train.loop import fit
-from outrider.train.runs import keys_of
 from tests.helpers.commands import code_of
 from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY

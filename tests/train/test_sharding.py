@@ -18,7 +18,7 @@ from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads.registry import head_class
 from outrider.train import evaluation, loop, sharding
-from outrider.train.runs import keys_of
+from outrider.train.config import keys_of
 from tests.helpers.archs import build
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides

@@ -4,10 +4,14 @@ as many passes everywhere where passes are collectives, and little padding."""
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from outrider.train.data.passes import Limits, shared
+from outrider.conf.errors import UserError
+from outrider.train.data.passes import Limits, ahead, shared
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -29,3 +33,12 @@ def test_every_row_once_within_the_limits(together: bool) -> None:
             positions = len(part) * max(lengths[i] for i in part)
             assert not limits.rows or len(part) <= limits.rows
             assert not limits.tokens or len(part) == 1 or positions <= limits.tokens
+
+
+def test_what_goes_wrong_in_the_thread_reaches_the_loop() -> None:
+    def make(step: int, rows: Sequence[int]) -> Any:
+        raise UserError(f"row {rows[0]} is unreadable")
+
+    with pytest.raises(UserError, match="row 6"):
+        list(ahead(make, [[[6]]].__getitem__, range(1)))
+    assert not any(t.name.startswith("feed") for t in threading.enumerate())

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
-from outrider.train.data.config import DataConfig
+from outrider.train.data.config import DataConfig, RowsConfig
 from outrider.train.data.load import load_rows
-from outrider.train.data.rows import Encoded, RowReading, encode, interpret
+from outrider.train.data.rows import Encoded, encode, interpret
 from tests.train.test_templates import ASK, EOS, texts
 from tests.train.test_templates import TEMPLATES as FIELD
 
@@ -59,7 +59,7 @@ def chat(*answers: str, system: str = "be brief") -> list[dict[str, Any]]:
 def tokenize(turns: list[dict[str, Any]], template: str, **more: Any) -> tuple[Encoded, Any]:
     tokenizer = byte_tokenizer(template=template)
     row = interpret({"messages": turns, "tools": more.pop("tools", None)}, "f:1")
-    (found,) = encode(row, tokenizer, RowReading(4096, EOS, **more))
+    (found,) = encode(row, tokenizer, RowsConfig(4096, **more), EOS)
     return found, tokenizer
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
-from outrider.train.data.rows import BadRow, Encoded, RowReading, encode, interpret
+from outrider.train.data.config import RowsConfig
+from outrider.train.data.rows import BadRow, Encoded, encode, interpret
 from tests.helpers.chats import CHATML_WITH_SPANS
 
 EOS = frozenset({2})
@@ -182,7 +183,7 @@ def check_answers(template: str, chat: str, mode: str) -> None:
     tokenizer = byte_tokenizer(template=TEMPLATES[template])
     row = interpret({"messages": copy.deepcopy(given), "tools": tools}, "f:1")
     try:
-        rows = encode(row, tokenizer, RowReading(4096, EOS, turns=mode))
+        rows = encode(row, tokenizer, RowsConfig(4096, turns=mode), EOS)
     except BadRow as left_out:
         return named(str(left_out))
     answers = [m for m in given if m["role"] == "assistant"]
@@ -210,7 +211,7 @@ def supervised(template: str, chat: list[dict[str, Any]], **more: Any) -> tuple[
     tokenizer = byte_tokenizer(template=TEMPLATES[template])
     complete = more.pop("complete", True)
     row = interpret({"messages": chat, "complete": complete}, "f:1")
-    (found,) = encode(row, tokenizer, RowReading(4096, EOS, **more))
+    (found,) = encode(row, tokenizer, RowsConfig(4096, **more), EOS)
     first = found.loss.index(True)
     return tokenizer.decode(found.ids[:first]), "|".join(texts(found, tokenizer))
 
@@ -239,7 +240,7 @@ def test_reasoning_behind_words_that_close_its_block_is_left_out_or_the_server_w
     given, template = turns(INSIDE.format("one")), "reasoning cut off, empty block"
     with pytest.raises(BadRow, match="f:1: turn 1 holds reasoning, but .*chat_template_kwargs"):
         supervised(template, given)
-    got = supervised(template, given, kwargs={"thinking": True})
+    got = supervised(template, given, chat_template_kwargs={"thinking": True})
     assert got == (QUESTION + "<think>", "\nwhy one\n</think>\n\nanswer one<|im_end|>")
 
 
@@ -296,4 +297,4 @@ def test_an_answer_whose_last_token_runs_into_the_templates_words_is_left_out() 
     with pytest.raises(
         BadRow, match="f:1: the chat template does not show all of turn 1 in tokens"
     ):
-        encode(row, tokenizer, RowReading(4096))
+        encode(row, tokenizer, RowsConfig(4096))

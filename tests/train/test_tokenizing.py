@@ -11,7 +11,7 @@ import pytest
 
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.train import waiting
+from outrider.train import accelerator as waiting
 from outrider.train.data import tokens
 from outrider.train.data.batches import JoinedRows
 from outrider.train.data.config import DataConfig

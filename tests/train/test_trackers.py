@@ -9,7 +9,7 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from outrider.conf.errors import UserError
-from outrider.train import trackers
+from outrider.train import log as trackers
 from tests.helpers.training import run
 
 NAMES = ("tensorboard", "mlflow", "trackio", "wandb")

@@ -9,18 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from outrider.conf.errors import UserError
-from outrider.conf.jsonl import MAX_LINE, parse_line
+from outrider.conf.jsonl import MAX_LINE, parse_line, records
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.data.batches import BatchPlan, JoinedRows
-from outrider.train.data.config import DataConfig
+from outrider.train.data.config import DataConfig, RowsConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.passes import Limits
-from outrider.train.data.rows import BadRow, ChatRow, RowReading, encode, interpret
+from outrider.train.data.rows import BadRow, ChatRow, encode, interpret
 from tests.helpers.chats import CHATML_WITH_SPANS
 from tests.helpers.training import chats
 
@@ -35,7 +37,7 @@ TURNS = [
 
 
 def supervised(tokenizer, turns, **row) -> str:
-    (ids, mask, *_), *rest = encode(ChatRow("f:1", turns, **row), tokenizer, RowReading(4096, EOS))
+    (ids, mask, *_), *rest = encode(ChatRow("f:1", turns, **row), tokenizer, RowsConfig(4096), EOS)
     assert not rest and len(ids) == len(mask)
     return tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])
 
@@ -71,12 +73,12 @@ def test_all_zero_and_all_one_masks_are_refused() -> None:
         "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
     )
     with pytest.raises(BadRow, match="every token is supervised"):
-        encode(ChatRow("f:7", TURNS), byte_tokenizer(template=everything), RowReading(4096))
+        encode(ChatRow("f:7", TURNS), byte_tokenizer(template=everything), RowsConfig(4096))
     with pytest.raises(BadRow, match="f:7: no supervised token within data.max_length=9"):
-        encode(ChatRow("f:7", TURNS), byte_tokenizer(), RowReading(9, EOS))
+        encode(ChatRow("f:7", TURNS), byte_tokenizer(), RowsConfig(9), EOS)
     blind = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(BadRow, match="shows no assistant turn apart from the rest"):
-        encode(ChatRow("f:7", TURNS), byte_tokenizer(template=blind), RowReading(4096, EOS))
+        encode(ChatRow("f:7", TURNS), byte_tokenizer(template=blind), RowsConfig(4096), EOS)
 
 
 def chat(*turns: tuple[Any, Any], **more: Any) -> bytes:
@@ -297,3 +299,126 @@ def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:
         parts = plan.shares(5, world, Limits(1))
         assert sorted(r for p in parts for m in p for r in m) == sorted(want[5])
         assert len({len(p) for p in parts}) == 1
+
+
+# Tokens on disk: streamed data sets, damaged files
+# -------------------------------------------------------------------------------------------
+
+
+def parquet(folder: Path, rows: list[dict], files: int = 3) -> Path:
+    folder.mkdir()
+    for i in range(files):
+        part = rows[i * len(rows) // files : (i + 1) * len(rows) // files]
+        datasets.Dataset.from_list(part).to_parquet(
+            str(folder / f"train-{i:05d}-of-{files:05d}.parquet")
+        )
+    return folder
+
+
+def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens, hence the same batches and the same meaning of a run, however they were
+    read.
+    """
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = chats(tmp_path / "d.jsonl", 50)
+    want = load(path)
+    folder = parquet(tmp_path / "data", records(path))
+    streamed = load(folder, kind="hub", streaming=True, cache=True)
+    assert (
+        streamed.totals.sha256 == want.totals.sha256 and streamed.where(3) == f"{folder}[train]:3"
+    )
+    assert [
+        t.equal(getattr(want, n))
+        for n in ("ids", "loss", "offsets", "held")
+        for t in [getattr(streamed, n)]
+    ]
+    train = want.loss & ~want.held.repeat_interleave(want.lengths)
+    assert streamed.counts(260).equal(want.ids[train].long().bincount(minlength=260))
+    steps = range(2 * BatchPlan(want, 4, 3, 7).per_epoch)
+    assert [BatchPlan(streamed, 4, 3, 7).batch(k) for k in steps] == [
+        BatchPlan(want, 4, 3, 7).batch(k) for k in steps
+    ]
+    saved = sorted((tmp_path / "cache" / "tokens").iterdir())
+    assert len(saved) == 1, "nothing spilled is left behind"
+    with safe_open(saved[0], "pt") as file:
+        assert file.get_tensor("ids").equal(want.ids) and file.get_tensor("loss").equal(want.loss)
+    monkeypatch.setattr("outrider.train.data.tokens.encoded", None)
+    assert load(folder, kind="hub", streaming=True, cache=True).totals.sha256 == want.totals.sha256
+    monkeypatch.undo()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    changed = records(path)
+    changed[7]["messages"][1]["content"] += "!"
+    (folder / "train-00000-of-00003.parquet").unlink()
+    parquet(tmp_path / "other", changed)
+    (tmp_path / "other" / "train-00000-of-00003.parquet").rename(
+        folder / "train-00000-of-00003.parquet"
+    )
+    assert (
+        load(folder, kind="hub", streaming=True, cache=True).totals.sha256 != want.totals.sha256
+    ), "read again: other bytes"
+    with (folder / "train-00001-of-00003.parquet").open("r+b") as broken:
+        broken.seek(20)
+        broken.write(b"\xff" * 200)
+    with pytest.raises(UserError, match=r"data.name: .*cannot (be read beyond row \d+|load)"):
+        load(folder, kind="hub", streaming=True, cache=True)
+
+
+# Requests and answers of the OpenAI API as rows: the answer alone is supervised
+# -------------------------------------------------------------------------------------------
+
+
+ASKED = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "earlier"},
+    {"role": "user", "content": "two"},
+]
+
+
+def line(message: Any, request: dict[str, Any] | None = None, **choice: Any) -> dict[str, Any]:
+    answered = {"index": 0, "message": message, "finish_reason": "stop", **choice}
+    asked = {"model": "m", "messages": ASKED, **(request or {})}
+    return {"time": 3, "request": asked, "response": {"id": "x", "choices": [answered]}}
+
+
+def answers(record: dict[str, Any], turns: str = "chat") -> list[str]:
+    tokenizer = byte_tokenizer()
+    rows = encode(
+        interpret(record, "f:1"), tokenizer, RowsConfig(4096, turns=turns), frozenset({2})
+    )
+    return [
+        tokenizer.decode([t for t, on in zip(row.ids, row.loss, strict=True) if on]) for row in rows
+    ]
+
+
+@pytest.mark.parametrize("turns", ["chat", "rows"])
+def test_the_answer_alone_is_supervised(turns: str) -> None:
+    answer = {"role": "assistant", "content": "answer", "refusal": None, "annotations": []}
+    assert answers(line(answer), turns) == ["answer<|im_end|>"]
+    assert answers(line(answer, stop_reason=None), turns) == ["answer<|im_end|>"]
+
+
+def test_calls_and_tools_are_kept() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = interpret(line({"content": None, "tool_calls": [call]}, {"tools": tools}), "f:1")
+    assert row.tools == tools and row.chat and row.complete and row.last_only
+    assert row.chat[-1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"request": {"prompt": "x"}, "response": {"choices": []}}, "request has no messages"),
+    ({"request": {"messages": ASKED}, "response": {"error": "busy"}}, "no choices"),
+    (line({"content": ""}), "content is empty"),
+    (line({"content": "x", "refusal": "no"}), "refusal"),
+]
+
+
+def test_malformed_lines_are_left_out_by_file_and_line(tmp_path: Path) -> None:
+    path, good = tmp_path / "log.jsonl", line({"content": "answer"})
+    rows = [*(bad for bad, _ in UNUSABLE), *[good] * 5]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = DataConfig(path=str(path), held_out=0.0, cache=False, max_bad_fraction=0.5)
+    found = load_rows(cfg, byte_tokenizer(), frozenset({2}), 260, 1024)
+    for number, (problem, (_, reason)) in enumerate(zip(found.bad, UNUSABLE, strict=True), 1):
+        assert problem.startswith(f"{path}:{number}: ") and reason in problem
+    assert len(found.lines) == 5

@@ -258,9 +258,9 @@ class BatchPlan:
     at the end is left out; another permutation leaves out others. Raises UserError when there
     are fewer rows than one batch.
 
-    skip: lines whose rows are not trained on. skipped: how many rows that were. follow: batches
-    of a round; the first epoch then goes round by round through the rows in their order, each
-    drawn, sorted and shuffled as an epoch is. 0: the epoch is one round.
+    skip: lines whose rows are not trained on. skipped: how many rows that were. follow:
+    batches of a round; the first epoch then goes round by round through the rows in their
+    order, each drawn, sorted and shuffled as an epoch is. 0: the epoch is one round.
     """
 
     def __init__(
@@ -328,8 +328,8 @@ def held_out_batches(
 
 
 def grouped(rows: Tensor, lengths: Tensor, size: int, tokens: int) -> Iterator[list[int]]:
-    """Yield rows by rising length, at most `size` at a time (0 = any number) and at most so many
-    padded tokens (0 = any number; one row in any case). lengths: of all rows."""
+    """Yield rows by rising length, at most `size` at a time (0 = any number) and at most so
+    many padded tokens (0 = any number; one row in any case). lengths: of all rows."""
     part: list[int] = []
     for row in rows[lengths[rows].argsort(stable=True)].tolist():
         full = tokens and int(lengths[row]) * (len(part) + 1) > tokens

@@ -1,4 +1,4 @@
-"""The keys of training text: where it comes from, and what becomes of it."""
+"""The keys of training text, where it comes from and what becomes of it, and of features of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from outrider.conf.paths import missing
 from outrider.conf.rules import (
     BelowOne,
     FileName,
+    NotEmpty,
     OneOrMore,
     Share,
     ZeroOrMore,
+    one_of,
 )
+from outrider.decode.models.config import DTYPES, AutoDtype, Dtype, TargetConfig
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class RowsConfig:
     skip: list[int | str] = field(default_factory=list)
     # stop when a larger share of the rows is malformed
     max_bad_fraction: Share = 0.001
-    # rows are sorted by length inside windows of this many batches: less padding, steps of very
-    # different weight; 1 = no sorting across batches
+    # rows are sorted by length inside windows of this many batches: less padding, steps of
+    # very different weight; 1 = no sorting across batches
     window: OneOrMore = 1
     # keep the tokens in the cache folder for the next run, and read them from there: they need
     # not fit into memory
@@ -116,3 +119,51 @@ class DataConfig(RowsConfig):
     def paths(self) -> list[str]:
         """data.path as a list, never empty."""
         return [*self.path] or [""] if isinstance(self.path, list) else [self.path]
+
+
+@dataclass(frozen=True)
+class CacheConfig(AutoDtype):
+    """Keys of scripts/cache_features.py."""
+
+    # the frozen target
+    target: TargetConfig
+    # training text, as the training run will name it
+    data: DataConfig
+    # folder to write or to continue
+    out: NotEmpty
+    # kinds of head that will read the features; their default taps are stored
+    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
+    # further taps, hidden_states[k] of transformers
+    taps: list[int] = field(default_factory=list)
+    # dtype of the target, which must be that of the training run; auto is the same there
+    dtype: Dtype = "bfloat16"
+    # dtype on disk; empty = that of the target
+    store: Annotated[str, one_of(["", *DTYPES])] = ""
+    # tokens of one forward pass, padding included
+    batch_tokens: OneOrMore = 4096
+    # megabytes of one file
+    shard_mb: OneOrMore = 256
+    # gigabytes that may lie there at a time, while training deletes what it has learned
+    # (data.follow_delete); 0 = all
+    room_gb: ZeroOrMore = 0
+    # cpu, cuda, or empty for what is there
+    device: str = ""
+    # a vLLM server that captures the hidden states (docs/scaling.md), with /v1; empty = a pass here
+    base_url: str = ""
+    # the folder in which that server writes them, as it is seen from here
+    captured: str = ""
+    # requests to it at a time
+    concurrency: OneOrMore = 64
+
+    def absent(self) -> list[str]:
+        """Return what is named and not there, as "key: value; fix"."""
+        lines = [f"data.{line}" for line in self.data.absent()]
+        if self.captured and not Path(self.captured).expanduser().is_dir():
+            lines.append(f"captured: no such folder {self.captured}; give the server's")
+        return lines
+
+    def validate(self) -> list[str]:
+        """Return problems as "key: value; rule; fix"."""
+        if bool(self.base_url) != bool(self.captured):
+            return ["base_url, captured: one needs the other; set both, or leave both out"]
+        return []

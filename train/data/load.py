@@ -18,6 +18,7 @@ from typing import Any
 
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.jsonl import form, read_lines
+from outrider.conf.typed import raise_all
 from outrider.decode.models.identity import (
     cache_root,
     sha256_remembered,
@@ -27,7 +28,7 @@ from outrider.decode.models.identity import (
 from outrider.train.data import tokens
 from outrider.train.data.batches import LEFT_OUT, JoinedRows, joined, some_held_out
 from outrider.train.data.config import DataConfig
-from outrider.train.data.rows import Item, RowReading, read_text
+from outrider.train.data.rows import Item, read_text
 
 VERSION = 7  # of the token cache: raise it when rows are encoded differently
 GIVE = "give a file with messages, conversations or text"
@@ -50,6 +51,7 @@ def load_rows(
     Raises UserError: no such file or data set, too many malformed rows (the first is named by
     file:line), no row at all, token ids outside the target's vocabulary.
     """
+    raise_all([f"data.{line}" for line in cfg.absent()])
     parts = [_load(file, tokenizer, eos_ids, context) for file in _files(cfg)]
     for part in parts:
         total = part.lines.numel() + len(part.bad)
@@ -88,8 +90,6 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
     if not isinstance(held, str):
         found = [replace(cfg, path=path) for path in cfg.paths]
     else:
-        if not Path(held).expanduser().is_file():
-            raise UserError(f"data.held_out: {held} is neither a file nor a share of the rows")
         found = [replace(cfg, path=path, held_out=0.0) for path in cfg.paths]
         kind: Any = "text" if cfg.kind == "text" else "jsonl"
         found.append(replace(cfg, path=held, held_out=1.0, streaming=False, kind=kind))
@@ -101,13 +101,7 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
 
 def _load(cfg: DataConfig, tokenizer: Any, eos_ids: Iterable[int], context: int) -> JoinedRows:
     """Return the rows of one file or data set."""
-    how = RowReading(
-        min(cfg.max_length, context),
-        frozenset(eos_ids),
-        cfg.turns,
-        cfg.last_turn_only,
-        cfg.chat_template_kwargs,
-    )
+    cfg, eos = replace(cfg, max_length=min(cfg.max_length, context)), frozenset(eos_ids)
     source, name, content = _source(cfg)
     identity = [
         VERSION,
@@ -115,19 +109,19 @@ def _load(cfg: DataConfig, tokenizer: Any, eos_ids: Iterable[int], context: int)
         content,
         sha256_tokenizer(tokenizer),
         sha256_template(tokenizer),
-        sorted(how.eos),
-        how.max_length,
+        sorted(eos),
+        cfg.max_length,
         cfg.held_out,
-        how.turns,
-        how.last_turn_only,
-        how.kwargs,
+        cfg.turns,
+        cfg.last_turn_only,
+        cfg.chat_template_kwargs,
     ]
     text = json.dumps(identity, sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_root() / "tokens" / f"{key}.safetensors" if cfg.cache else None
     found = tokens.load(path) if path else None
     if found is None:
-        work = tokens.Work(name, tokenizer, how, float(cfg.held_out))
+        work = tokens.Work(name, tokenizer, cfg, eos, float(cfg.held_out))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         parts = tokens.encoded(source, work, cfg.workers or min(32, cores or 1))
         try:
@@ -153,11 +147,6 @@ def _source(cfg: DataConfig) -> tuple[Iterable[Item], str, str]:
     """(rows, name for messages, what changes with the content)."""
     if cfg.kind in ("jsonl", "text"):
         path = Path(str(cfg.path)).expanduser()
-        if not path.is_file():
-            raise UserError(
-                f"data.path: no such file {path}; give a "
-                f"{'JSONL' if cfg.kind == 'jsonl' else 'text'} file"
-            )
         content = sha256_remembered([path])[0]
         if cfg.kind == "text":
             return read_text(path), str(path), content

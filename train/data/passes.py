@@ -8,15 +8,19 @@ this. What comes out follows from the lengths of the rows alone: every rank find
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outrider.heads.batch import Batch
 
 # A pass costs beside its positions as much as this share of the largest one's positions: its
 # launches, and where the target is sharded the gathering of all of its weights.
 LAUNCHES, GATHERING = 1 / 32, 1 / 8
 LEAST = 64  # positions that it costs in any case
-# Largest passes that are tried, in shares of what a rank has of the batch: smaller ones pad less
-# and are spread more evenly, but there are more of them.
+# Largest passes that are tried, in shares of what a rank has of the batch: smaller ones pad
+# less and are spread more evenly, but there are more of them.
 TRIED = (1.5, 1.3, 1.15, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.33, 0.25)
 
 Part = list[int]  # of one pass: its rows
@@ -148,3 +152,41 @@ def _in_step(
     waited = sum(size + price for size, _ in sized[::ranks])
     shares = [[part for _, part in sized[rank::ranks]] for rank in range(ranks)]
     return (waited, sum(size for size, _ in sized)), shares
+
+
+# Batches, made one pass ahead
+# -------------------------------------------------------------------------------------------
+
+Make = Callable[[int, Sequence[int]], tuple[Batch, Any]]  # step, rows -> batch, target
+
+
+class Made(NamedTuple):
+    """What a pass needs. batch: on the CPU. target: what the head's forward gets as such.
+    rows: of the pass. last: no pass of its step follows."""
+
+    batch: Batch
+    target: Any
+    rows: list[int]
+    last: bool
+
+
+def ahead(
+    make: Make, passes: Callable[[int], list[list[int]]], steps: Iterable[int]
+) -> Generator[Made, None, None]:
+    """Yield every pass of some steps, in order; while one is worked on, the next one is
+    made. passes: step -> the rows of each pass. Raises what making a batch raises; close it
+    in the end."""
+
+    def made(step: int, rows: list[int], last: bool) -> Made:
+        return Made(*make(step, rows), rows, last)
+
+    with ThreadPoolExecutor(1, "feed") as pool:
+        coming: Future[Made] | None = None
+        for k in steps:
+            parts = passes(k)
+            for left, rows in enumerate(parts, 1 - len(parts)):
+                due, coming = coming, pool.submit(made, k, rows, left == 0)
+                if due is not None:
+                    yield due.result()
+        if coming is not None:
+            yield coming.result()

@@ -16,38 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.conf.errors import UserError, first_line
-from outrider.conf.jsonl import inner, parse_line
-from outrider.train.data.answers import (
-    ServedTemplate,
-    Unshown,
-    check,
-    cut_inside,
-    pieces,
-    served,
-)
-from outrider.train.data.spans import (
-    REASONING,
-    Message,
-    Span,
-    Template,
-    arguments,
-    settled,
-    spans,
-    unread,
-)
+from outrider.conf.jsonl import is_whole, parse_line
+from outrider.train.data import spans
+from outrider.train.data.config import RowsConfig
+from outrider.train.data.spans import REASONING, Message, Span, Template
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "developer": "developer",
+ROLES = {role: role for role in ("system", "user", "assistant", "tool", "developer")}
+ROLES |= {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model"), "assistant"),
 }
 FIRST = ("system", "developer")  # roles that stand before the first question
 # Keys of a turn, or a row, that say by 0 or false that it is not to be learned.
@@ -55,8 +32,8 @@ LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")
 OWN = ("role", "from", "content", "value", *LEARNED)  # keys of a turn that are read here
 CHATS = ("messages", "conversations")  # keys of a row that hold its turns
 SYSTEM = ("system", "system_prompt")  # keys of a row that hold a text before its turns
-# Keys, and types of a turn's parts, that change what a target sees and are not read: a row, or a
-# turn, with one is left out.
+# Keys, and types of a turn's parts, that change what a target sees and are not read: a row, or
+# a turn, with one is left out.
 UNREAD = (
     *("documents", "images", "image", "image_url", "input_image", "videos", "video", "video_url"),
     *("audios", "audio", "audio_url", "input_audio"),
@@ -102,19 +79,6 @@ class ChatRow:
     loss: list[bool] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class RowReading:
-    """How chats become rows of tokens: data.max_length, data.turns, data.last_turn_only and
-    data.chat_template_kwargs. eos: the target's end-of-turn tokens.
-    """
-
-    max_length: int
-    eos: frozenset[int] = frozenset()
-    turns: str = "chat"
-    last_turn_only: bool = False
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Encoded(NamedTuple):
     """A row of tokens. loss: which are supervised. turns: of its assistant turns so many were
     asked for, so many the template shows, and so many are supervised at least in part (the
@@ -158,8 +122,8 @@ def read_text(path: Path) -> Iterator[Item]:
 
 def interpret(record: Any, where: str) -> ChatRow:
     """Return the Row in a record with `messages`, ShareGPT `conversations`, `request` and
-    `response` of the OpenAI API, `text`, or `input_ids` and `loss_mask`. Raises ValueError in a
-    user's words."""
+    `response` of the OpenAI API, `text`, or `input_ids` and `loss_mask`. Raises ValueError in
+    a user's words."""
     if not isinstance(record, dict):
         raise ValueError("is not an object {..}")
     record = {key: value for key, value in record.items() if value is not None}
@@ -311,17 +275,8 @@ def _greetings(body: Sequence[Message]) -> int:
 
 
 def tools_of(given: Any) -> list[Any] | None:
-    """Return the functions of a row; data sets keep them as a list or as its JSON text."""
-    if given is None or given == "":
-        return None
-    if isinstance(given, str):
-        try:
-            given = inner(given)
-        except ValueError:
-            raise ValueError("tools are neither a list nor its JSON text") from None
-    if not isinstance(given, list | tuple) or not all(isinstance(t, dict) for t in given):
-        raise ValueError("tools are not a list of objects")
-    return list(given) or None
+    """Return the functions of a row, None for none."""
+    return (spans.objects(given, "tools") or None) if given else None
 
 
 def _message(turn: Any, i: int) -> Message:
@@ -336,7 +291,7 @@ def _message(turn: Any, i: int) -> Message:
     more = {k: v for k, v in turn.items() if k not in OWN and v is not None}
     if more.get("tool_calls"):
         try:
-            more["tool_calls"] = arguments(more["tool_calls"])
+            more["tool_calls"] = spans.arguments(more["tool_calls"])
         except ValueError as error:
             raise ValueError(f"turn {i}: {error}") from None
     else:
@@ -364,18 +319,19 @@ def _joined(parts: list[Any] | tuple[Any, ...], i: int) -> str:
 
 
 def _clean(text: str, what: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{what}: holds half of a surrogate pair") from None
+    if not is_whole(text):
+        raise ValueError(f"{what}: holds half of a surrogate pair")
     if "\0" in text:
         raise ValueError(f"{what}: holds a NUL character")
     return text
 
 
-def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
+def encode(
+    row: ChatRow, tokenizer: Any, how: RowsConfig, eos: frozenset[int] = NONE
+) -> list[Encoded]:
     """Return token ids and loss mask of a row. A plain text may give several windows of
-    max_length, a chat with turns=rows one row for each assistant turn.
+    max_length, a chat with turns=rows one row for each assistant turn. eos: the target's
+    end-of-turn tokens.
 
     Raises BadRow when nothing, or everything, of a chat is supervised or the template shows
     less than the row holds, and UserError without a chat template.
@@ -397,19 +353,19 @@ def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
             'instruction-tuned version of the model, or train on plain text ({"text": '
             '".."}, data=text)'
         )
-    template = Template(tokenizer, row.tools, dict(how.kwargs))
+    template = Template(tokenizer, row.tools, dict(how.chat_template_kwargs))
     ends = [i + 1 for i, m in enumerate(row.chat) if m["role"] == "assistant"]
     last_only = how.last_turn_only or row.last_only
     wanted = [end for n, end in enumerate(ends) if n not in row.unlearned]
     if not wanted or (last_only and wanted[-1] != ends[-1]):
         return []
     if how.turns != "rows":
-        return [_encode(row, row.chat, template, how, last_only)]
+        return [_encode(row, row.chat, template, how.max_length, eos, last_only)]
     found, missed = [], None
     for end in wanted[-1:] if last_only else wanted:
         part = replace(row, complete=row.complete or end != ends[-1])
         try:
-            found.append(_encode(part, row.chat[:end], template, how, True))
+            found.append(_encode(part, row.chat[:end], template, how.max_length, eos, True))
         except BadRow as problem:
             missed = problem
     if not found and missed is not None:
@@ -418,14 +374,20 @@ def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
 
 
 def _encode(
-    row: ChatRow, chat: Sequence[Message], template: Template, how: RowReading, last_only: bool
+    row: ChatRow,
+    chat: Sequence[Message],
+    template: Template,
+    size: int,
+    eos: frozenset[int],
+    last_only: bool,
 ) -> Encoded:
-    """Return one row of tokens. last_only: the last assistant turn alone is supervised."""
+    """Return one row of at most `size` tokens. last_only: the last assistant turn alone is
+    supervised."""
     try:
-        chat = settled(chat, template)
-        if not row.complete and cut_inside(chat, template):
-            chat, template = served(chat, template, row.complete)
-        ids, masks, hidden = _read(chat, template, how.eos, last_only, row.complete)
+        chat = spans.settled(chat, template)
+        if not row.complete and spans.cut_inside(chat, template):
+            chat, template = spans.served(chat, template, row.complete)
+        ids, masks, hidden = _read(chat, template, eos, last_only, row.complete)
     except ValueError as error:
         raise BadRow(row.where, str(error)) from None
     except Exception as error:  # templates raise jinja errors of many kinds
@@ -439,12 +401,11 @@ def _encode(
             )
         masks = [mask for n, mask in enumerate(masks) if n not in row.unlearned]
         said = len(masks)
-    if not row.complete and masks and masks[-1] and ids[masks[-1][-1]] in how.eos:
+    if not row.complete and masks and masks[-1] and ids[masks[-1][-1]] in eos:
         masks[-1].pop()  # of an answer that was cut, where the end is the template's word
     shown = [mask for mask in masks if mask]
     if not shown:
         raise BadRow(row.where, "the chat template shows no assistant turn apart from the rest")
-    size = how.max_length
     kept = sum(any(t < size for t in mask) for mask in shown)
     on = {t for mask in shown for t in mask if t < size}
     if not on:
@@ -468,7 +429,7 @@ def _read(
     of the last one), and how many of those lack their reasoning. Raises ValueError where
     less is shown than there is."""
     whole = template.render(chat)
-    if passed_over := unread(chat, template, whole):
+    if passed_over := spans.unread(chat, template, whole):
         raise ValueError(f"the chat template does not show {passed_over}")
     ids, turns = _turns(chat, template, whole, eos)
     turns = turns[-1:] if last_only else turns
@@ -480,12 +441,12 @@ def _read(
     try:
         for place, turn in zip(places, turns, strict=False):
             if turn.text is not None:
-                hidden += check(chat, place, template, turn.begin, turn.text)
-    except Unshown as lost:
-        mendable = lost.turn == len(chat) - 1 and len(pieces(chat[-1]["content"] or "")) > 1
-        if not mendable or isinstance(template, ServedTemplate) or chat[-1].get("tool_calls"):
+                hidden += spans.check(chat, place, template, turn.begin, turn.text)
+    except spans.Unshown as lost:
+        mendable = lost.turn == len(chat) - 1 and len(spans.pieces(chat[-1]["content"] or "")) > 1
+        if not mendable or isinstance(template, spans.ServedTemplate) or chat[-1].get("tool_calls"):
             raise
-        return _read(*served(chat, template, complete), eos, last_only, complete)
+        return _read(*spans.served(chat, template, complete), eos, last_only, complete)
     return ids, [turn.tokens for turn in turns], hidden
 
 
@@ -516,20 +477,16 @@ def _turns(
             behind = run[-1] + 1
             run += [behind] if behind < len(ids) and ids[behind] in eos else []
         return ids, [Turn(_until_end(ids, run, eos), whole) for run in runs]
-    found = spans(chat, template, whole)
+    found = spans.spans(chat, template, whole)
     out = template.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = out["input_ids"], out["offset_mapping"]
     turns = []
     for span in found:
         tokens = _inside(ids, offsets, whole, span, eos)
         part = (offsets[tokens[0]][0], offsets[tokens[-1]][1]) if tokens else span
-        turns.append(_turn(whole, part, tokens))
+        around = (whole[slice(*part)], whole[: part[0]]) if part else ()
+        turns.append(Turn(tokens, *around))
     return ids, turns
-
-
-def _turn(whole: str, span: Span | None, tokens: list[int]) -> Turn:
-    """Return the turn at a span of the rendering."""
-    return Turn(tokens, *(whole[slice(*span)], whole[: span[0]]) if span else ())
 
 
 def _inside(

@@ -35,7 +35,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.conf import disk
-from outrider.train.data.rows import BadRow, ChatRow, Item, RowReading, encode, read_row
+from outrider.train.data.config import RowsConfig
+from outrider.train.data.rows import BadRow, ChatRow, Item, encode, read_row
 
 CHUNK = 256  # rows that a process gets at a time
 SECONDS = 5.0  # of work after which further processes are worth their start
@@ -64,18 +65,14 @@ class Totals(NamedTuple):
 
 @dataclass
 class TokenPart:
-    """The tokens of some rows, end to end. lines: where each comes from. held: kept out of
-    training. bad: why rows were left out, ":line: reason". counted: assistant turns by what
-    became of them."""
+    """The tokens of `count` raw rows. rows: line that each comes from, whether it is kept out
+    of training, ids and loss. bad: why rows were left out, ":line: reason". counted: assistant
+    turns by what became of them."""
 
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    loss: bytearray = field(default_factory=bytearray)
-    lengths: array[int] = field(default_factory=lambda: array("q"))
-    lines: array[int] = field(default_factory=lambda: array("q"))
-    held: bytearray = field(default_factory=bytearray)
+    count: int
+    rows: list[tuple[int, bool, array[int], bytes]] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
     counted: Counter[str] = field(default_factory=Counter)
-    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,16 +82,17 @@ class Work:
 
     name: str
     tokenizer: Any
-    how: RowReading
+    how: RowsConfig
+    eos: frozenset[int]
     held_out: float
 
     def __call__(self, items: list[Item]) -> TokenPart:
         """The tokens of some rows. Raises UserError without a chat template."""
-        part = TokenPart(rows=len(items))
+        part = TokenPart(len(items))
         for number, content in items:
             try:
                 row = read_row(content, f"{self.name}:{number}")
-                found = encode(row, self.tokenizer, self.how)
+                found = encode(row, self.tokenizer, self.how, self.eos)
             except BadRow as problem:
                 part.bad.append(str(problem).removeprefix(self.name))
                 continue
@@ -103,11 +101,7 @@ class Work:
             part.counted[UNLEARNED] += len(row.unlearned)
             part.counted.update(PASSED + key[:40] for key in row.passed)
             for ids, loss, turns, hidden in found:
-                part.ids.extend(ids)
-                part.loss += bytes(loss)
-                part.lengths.append(len(ids))
-                part.lines.append(number)
-                part.held.append(held)
+                part.rows.append((number, held, array("i", ids), bytes(loss)))
                 part.counted.update(dict(zip(TURNS, turns, strict=True)))
                 part.counted[HIDDEN] += hidden
         return part
@@ -186,15 +180,15 @@ def gathered(
     counted: Counter[str] = Counter()
     rows = 0
     for part in parts:
-        ids.write(part.ids)
-        loss.write(part.loss)
-        for length in part.lengths:
-            offsets.append(offsets[-1] + length)
-        lines += part.lines
-        held += part.held
+        for line, out, row, on in part.rows:
+            ids.write(row)
+            loss.write(on)
+            offsets.append(offsets[-1] + len(row))
+            lines.append(line)
+            held.append(out)
         bad += part.bad
         counted.update(part.counted)
-        if rows // 20_000 < (rows := rows + part.rows) // 20_000:
+        if rows // 20_000 < (rows := rows + part.count) // 20_000:
             told = f"{name}: {rows:,} rows read, {offsets[-1]:,} tokens"
             print(told, file=sys.stderr, flush=True)
     tensors = {

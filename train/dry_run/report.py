@@ -15,17 +15,16 @@ from outrider.conf.errors import UserError
 from outrider.train.accelerator import check_ranks
 from outrider.train.config import GPUS, TrainConfig, ValidateConfig
 from outrider.train.dry_run import memory
-from outrider.train.dry_run.memory import Plan, plan_of
-from outrider.train.dry_run.models import active, attending, model_of, numbers
+from outrider.train.dry_run.memory import Plan, active, attending, model_of, numbers, plan_of
 from outrider.train.measure import peak_flops
 from outrider.train.setup import DRAFT_VOCAB, PASSES
 
 # Share of one H200's peak that training of EAGLE-3 heads reached, by operations of a token, 3
-# steps: SmolLM2-135M, 122,253 tokens/s, and Qwen2.5-Coder-1.5B, 69,199 tokens/s. Between both: 16
-# layers of width 2,048, 7 steps, 3.1e9, 0.237 (docs/results/first_gpu.json).
+# steps: SmolLM2-135M, 122,253 tokens/s, and Qwen2.5-Coder-1.5B, 69,199 tokens/s. Between both:
+# 16 layers of width 2,048, 7 steps, 3.1e9, 0.237 (docs/results/first_gpu.json).
 MEASURED = ((0.36e9, 0.045), (3.6e9, 0.25))
-# Times the share at the slow end. Beside other work on the same machine the run of first_gpu.json
-# was 1.20 times slower; a roofline had foretold 1.23 times its speed.
+# Times the share at the slow end. Beside other work on the same machine the run of
+# first_gpu.json was 1.20 times slower; a roofline had foretold 1.23 times its speed.
 SLOWER = 0.8
 PUBLISHED = 0.43  # share that SpecForge published for an 8 B target on such a GPU
 LARGE = 0.8  # share of a GPU's memory that a whole target may take
