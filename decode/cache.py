@@ -63,10 +63,12 @@ class TreeCache(Cache):
 
     rows: live rows, always a prefix. lengths: committed tokens per live row (host integers).
     finite: NaN and infinity are kept as 0: what one request's numbers overflow to does not meet
-    the next one in its slots.
+    the next one in its slots. places: [new] int64, where the pass under way writes; None: from
+    `offset` on.
     """
 
     finite = False
+    places: Tensor | None = None
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class TreeCache(Cache):
         device: torch.device,
     ):
         self.device = device
-        self.slots = max_len + max_nodes + 1
+        self.max_rows, self.max_nodes, self.slots = max_rows, max_nodes, max_len + max_nodes + 1
         self.lengths: list[int] = []
         self.offset = 0  # scratch offset of the pass under way
         # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows, Hkv, L, hd]
@@ -110,8 +112,17 @@ class TreeCache(Cache):
 
     def open(self, start: int, stop: int, offset: int, new: int) -> None:
         """Point the next pass at rows start..stop-1, writing `new` tokens per row at `offset`."""
-        self.offset = offset
-        read = [b[:, start:stop, :, : offset + new].unbind(0) for b in self.buffers]
+        self.offset, self.places = offset, None
+        self._view(slice(start, stop), offset + new)
+
+    def hold(self, rows: int, size: int, places: Tensor) -> None:
+        """Point the next pass at the first slots, `size` of them, of the first rows, live or not,
+        writing at the slots `places` [new] int64. Its offset is not known to the host."""
+        self.offset, self.places = 0, places
+        self._view(slice(0, rows), size)
+
+    def _view(self, rows: slice, size: int) -> None:
+        read = [b[:, rows, :, :size].unbind(0) for b in self.buffers]
         self.views = [p and (read[p[0][0]][p[0][1]], read[p[1][0]][p[1][1]]) for p in self._place]
 
     def update(
@@ -122,10 +133,12 @@ class TreeCache(Cache):
         """
         found = self.views[layer_idx]
         assert found is not None, f"layer {layer_idx} held no keys when the target was probed"
-        if self.finite:
-            key_states, value_states = (t.nan_to_num(0, 0, 0) for t in (key_states, value_states))
-        found[0][:, :, self.offset :].copy_(key_states)
-        found[1][:, :, self.offset :].copy_(value_states)
+        for view, new in zip(found, (key_states, value_states), strict=True):
+            new = new.nan_to_num(0, 0, 0) if self.finite else new
+            if self.places is None:
+                view[:, :, self.offset :].copy_(new)
+            else:
+                view.index_copy_(2, self.places, new)
         return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -24,6 +24,7 @@ from outrider.decode import devices, grow
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
+from outrider.decode.scorer import Tokens
 from outrider.decode.states import StateCache, committed
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
@@ -40,6 +41,7 @@ class DraftModel:
 
     taps: tuple[int, ...] = ()
     kind = "small_lm"
+    cache: Any = None
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class DraftModel:
             )
         self.draft, self.name, self.form, self.shape = draft, name, form, form.shape
         self.max_depth, self.max_nodes = form.depth, form.nodes
-        self.device, self.masks = draft.device, draft.masks
+        self.device = draft.device
         rows, bias = draft.lm_head_weight, getattr(draft.lm_head, "bias", None)
         common = min(draft.vocab_size, vocab_size or draft.vocab_size)
         if ids is None and common < (vocab_size or 0):
@@ -83,6 +85,8 @@ class DraftModel:
         scratch = self.max_depth
         if self.shape == "tree":
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
+        if self.cache is not None:
+            self.draft.release(self.cache)
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
         self.slots = self.limit + scratch + self.max_depth + 1  # a hybrid keeps more to read again
         self.cache.finite = True
@@ -141,7 +145,7 @@ class DraftModel:
         """Read and keep the next tokens of every live row, counts[b] of fresh [B, n_max]."""
         live, size = self.cache.rows, torch.tensor(counts) - 1
         last = size.clamp(min=0)
-        hidden = self._read(fresh, last)
+        hidden = self._read(fresh)
         state = hidden[torch.arange(live, device=self.device), last.to(self.device)]
         self.cache.commit(torch.arange(fresh.shape[1] - 1).expand(live, -1), size)
         if min(counts) == 0:  # a row without news keeps its state
@@ -167,7 +171,7 @@ class DraftModel:
         return self._ids
 
     def open(self, levels: int) -> Tensor:
-        self.levels_read: list[int] = []  # the level of every token read in this cycle
+        self.levels_read: list[int] = []  # of every token read in this cycle, from 0
         self.drafted: list[Tensor] = []  # those tokens [B, 1], of a hybrid
         return self.logits(self.state[:, None])
 
@@ -183,30 +187,17 @@ class DraftModel:
         from the start, for its cache puts the states back."""
         if isinstance(self.cache, StateCache):
             self.drafted.append(tokens)
-            return self._read(torch.cat(self.drafted, 1), None)[:, -1:]
-        start, new = len(self.levels_read), tokens.shape[1]
-        self.levels_read += [level] * new
-        lengths, cache = self.cache.lengths, self.cache
-        offset = max(lengths) + start
-        places = devices.send(lengths, self.device)[:, None] + (level - 1)
-        positions = places.expand(-1, new).clamp(max=self.draft.context_length - 1)
-        mask = self.masks.drafted(lengths, seen, self.levels_read, new)
-        cache.open(0, len(lengths), offset, new)
-        return self.draft.read(tokens, positions, mask, cache)
+            return self._read(torch.cat(self.drafted, 1))[:, -1:]
+        self.levels_read += [level - 1] * tokens.shape[1]
+        depth = devices.send([self.levels_read], self.device)
+        return self.draft.read(self.cache, Tokens(tokens, seen, depth))
 
-    def _read(self, tokens: Tensor, size: Tensor | None) -> Tensor:
-        """States [B, W, D] of committed tokens [B, W]; row b has size[b] + 1 of them.
-        cache.commit keeps them.
-        """
+    def _read(self, tokens: Tensor) -> Tensor:
+        """States [B, W, D] of committed tokens [B, W]; cache.commit keeps them."""
+        tree = DraftTree.chain(tokens[:, 1:])
         if isinstance(self.cache, StateCache):
-            chain, taps = DraftTree.chain(tokens[:, 1:]), (self.draft.num_layers,)
-            feats = self.draft.score(self.cache, tokens[:, 0], chain, taps).feats
+            taps = (self.draft.num_layers,)
+            feats = self.draft.score(self.cache, tokens[:, 0], tree, taps).feats
             assert feats is not None
             return feats[:, :, 0]
-        lengths, cache, new = self.cache.lengths, self.cache, tokens.shape[1]
-        tree = DraftTree.chain(tokens[:, 1:], size)
-        mask = self.masks(lengths, tree)
-        positions = tree.layout.positions + devices.send(lengths, self.device)[:, None]
-        cache.open(0, len(lengths), max(lengths), new)
-        positions = positions.clamp(max=self.draft.context_length - 1)
-        return self.draft.read(tokens, positions, mask, cache)
+        return self.draft.read(self.cache, Tokens(tokens, tree.layout.mask, tree.layout.positions))

@@ -189,10 +189,15 @@ class Engine:
             self.ended.append(row)
             row.watch = None
 
+    def release(self) -> None:
+        """Give the target's keys and values back; what joins later makes new ones."""
+        if self._cache is not None:
+            self.scorer.release(self._cache)
+            self._cache = None
+
     def close(self) -> None:
-        """Give the keys and values back, those of the drafter too; what joins later makes new
-        ones."""
-        self._cache = None
+        """As `release`, and the drafter's."""
+        self.release()
         self.drafter.reset(1, 1)
 
     @torch.inference_mode()
@@ -431,4 +436,5 @@ def generate(
     ]
     while engine.busy:
         engine.step()
+    engine.release()
     return DecodedRun([row.generation for row in rows], engine.timing)

@@ -45,6 +45,10 @@ class Guided:
         """As of Scorer, for so many requests."""
         return Pairs(self.target.new_cache(2 * max_rows, max_len, max_nodes))
 
+    def release(self, cache: Pairs) -> None:
+        """As of Target."""
+        self.target.release(cache.both)
+
     def prefill(self, cache: Pairs, prompts: Sequence[Tensor], taps: Sequence[int] = ()) -> Step:
         """As of Scorer, of a step per request. prompts: of every row, a request's own first."""
         return self._combined(self.target.prefill(cache.both, prompts, taps))

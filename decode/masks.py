@@ -1,7 +1,7 @@
-"""Attention masks of a tree pass: additive, built once per pass.
+"""Attention masks of a pass behind a cache: additive, built once per pass.
 
-Shape letters: B rows, n = N + 1 slots of a tree pass, M scratch offset, S = M + n
-slots attended, G query heads per K/V head.
+Shape letters: B rows, n tokens of the pass, R tokens behind the committed ones so far, those n
+last, M where they begin, S = M + R slots attended, G query heads per K/V head.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor
-
-from outrider.decode import devices
-from outrider.decode.tree import DraftTree
 
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
 # C): positions of one chunk.
@@ -35,52 +32,43 @@ class TreeMasks:
     ):
         self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
 
-    def __call__(self, lengths: list[int], tree: DraftTree) -> Masks:
-        """Masks [B or 1, 1, G * n, S] of a tree pass. lengths: committed tokens per row."""
-        longest, n = max(lengths), tree.width + 1
-        even, bound = min(lengths) == longest, self._bound(longest + n)
-        if even and n == 1 and not bound:
-            return None
-        return self._build(lengths, (tree.layout.mask, tree.layout.positions), bound)
-
-    def drafted(
-        self, lengths: list[int], seen: Tensor | None, levels: list[int], new: int
+    def __call__(
+        self, lengths: list[int], ends: Tensor, seen: Tensor | None, depth: Tensor
     ) -> Masks:
-        """Return masks [B, 1, G * new, S] of a pass over `new` drafted tokens that stand,
-        behind those drafted before them, in slots from the longest row's end on.
+        """Return masks [B, 1, G * n, S] of a pass.
 
-        seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all of
-        them, `new` is 1. levels: of each of the R tokens, 1 = behind the last committed one."""
-        longest = max(lengths)
-        bound = self._bound(longest + max(levels))
-        if min(lengths) == longest and seen is None and not bound:
+        lengths: committed tokens per row, ends [B, 1] the same on the device. seen: [B or 1, n, R]
+        bool, which of the R tokens behind them each of the last n may look at; None: one token
+        looks at all. depth: [B or 1, R] int64, distance of each from the row's end."""
+        longest, behind = max(lengths), depth.shape[1]
+        plain = seen is None or behind == 1
+        if plain and min(lengths) == longest and not self._bound(longest + behind):
             return None
         if seen is None:
-            seen = torch.ones(1, new, len(levels), dtype=torch.bool, device=self.device)
-        positions = devices.send([[level - 1 for level in levels]], self.device)
-        return self._build(lengths, (seen, positions), bound)
+            seen = torch.ones(1, 1, behind, dtype=torch.bool, device=self.device)
+        places = torch.arange(longest, longest + behind, device=self.device)
+        query = ends + depth[:, -seen.shape[1] :]
+        return self.build(ends, places, seen, depth, query, longest + behind)
 
     def _bound(self, reach: int) -> dict[str, Reach]:
         """Return the layer types that do not see all of so many positions."""
         return {k: r for k, r in self.reaches.items() if r[0] != "full" and reach > r[1]}
 
-    def _build(
-        self, lengths: list[int], behind: tuple[Tensor, Tensor], bound: dict[str, Reach]
+    def build(
+        self, ends: Tensor, places: Tensor, seen: Tensor, depth: Tensor, query: Tensor, size: int
     ) -> Masks:
-        """behind: [B or 1, n, R] bool, which of the R slots behind the committed ones the last n
-        of them may look at, and [B or 1, R] their positions, from 0."""
-        block, positions = behind
-        rows, n = len(lengths), block.shape[1]
-        ends = devices.send(lengths, self.device)[:, None]
-        slots = torch.arange(max(lengths), device=self.device).expand(rows, -1)
-        committed = (slots < ends)[:, None].expand(-1, n, -1)
-        allowed = torch.cat([committed, block.expand(rows, -1, -1)], 2)
-        place = ends + positions
-        query, key = place[:, -n:, None], torch.cat([slots, place], 1)[:, None]
-        made = {
-            reach: self.additive(allowed if reach == FULL else allowed & within(reach, query, key))
-            for reach in {bound.get(kind, FULL) for kind in self.reaches}
-        }
+        """Return masks over `size` slots, by operations of the device alone. places: [R] int64
+        slots of the tokens behind the committed ones. query: [B, n] int64 positions of the pass's
+        own. The rest as of a call."""
+        rows, bound = len(ends), self._bound(size)
+        slots = torch.arange(size, device=self.device).expand(rows, -1)
+        committed = (slots < ends)[:, None].expand(-1, seen.shape[1], -1)
+        allowed = committed.index_copy(2, places, seen.expand(rows, -1, -1))
+        made = {FULL: self.additive(allowed)} if len(bound) < len(self.reaches) else {}
+        if bound:
+            key = slots.index_copy(1, places, (ends + depth).expand(rows, -1))[:, None]
+            for reach in {*bound.values()}:
+                made[reach] = self.additive(allowed & within(reach, query[:, :, None], key))
         masks: dict[str, Tensor | None] = {k: made[bound.get(k, FULL)] for k in self.reaches}
         return defaultdict(lambda: None, masks) if len(masks) > 1 else next(iter(masks.values()))
 

@@ -25,7 +25,7 @@ from outrider.decode import devices
 from outrider.decode.cache import LayerShape, TreeCache
 from outrider.decode.masks import Reach, TreeMasks
 from outrider.decode.models import facts
-from outrider.decode.states import Scored, StateCache, by_length
+from outrider.decode.states import Scored, StateCache, Taps, by_length
 from outrider.decode.tree import DraftTree
 
 
@@ -58,6 +58,19 @@ class Probe:
     tile: int = 1
     tested: int = 0
     states: type[StateCache] | None = None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a pass reads behind the committed tokens of each row.
+
+    ids: [B, n]. depth: [B or 1, R] int64, distance from the row's end of every token that stands
+    there, R of them, these n last. seen: [B or 1, n, R] bool, which of the R each may look at;
+    None: one token looks at all."""
+
+    ids: Tensor
+    seen: Tensor | None
+    depth: Tensor
 
 
 @dataclass
@@ -115,10 +128,8 @@ class Scorer:
         return self.embedding_weight.device
 
     def probe(self) -> Probe:
-        """Return what the model can do. Raises ValueError where nobody has found out."""
-        if self._probe is None:
-            raise ValueError("this model was not probed")
-        return self._probe
+        """Return what the model can do."""
+        raise TypeError("a subclass defines it")
 
     def assuming(self, probe: Probe) -> Self:
         """Return the same model, taken to be able to do what `probe` says."""
@@ -129,10 +140,8 @@ class Scorer:
 
     @property
     def head(self) -> LMHead:
-        """How logits follow from the last hidden state. Raises ValueError as `probe`."""
-        if self._head is None:
-            raise ValueError("this model's LM head was not probed")
-        return self._head
+        """How logits follow from the last hidden state."""
+        raise TypeError("a subclass defines it")
 
     def new_cache(self, max_rows: int, max_len: int, max_nodes: int) -> TreeCache:
         """Return a cache for `max_rows` requests of at most `max_len` committed tokens,
@@ -156,7 +165,7 @@ class Scorer:
         # or overwrite these slots.
         counts = torch.tensor(lengths, device=self.device)
         places = torch.arange(width, device=self.device).expand(len(prompts), width)
-        logits, feats = self._forward(ids, places, None, cache, taps, (counts - 1)[:, None])
+        logits, feats = self.forward(ids, places, None, cache, taps, (counts - 1)[:, None])
         cache.lengths = [*cache.lengths, *lengths]
         return Step(logits, feats)
 
@@ -178,53 +187,55 @@ class Scorer:
     def _score(
         self, cache: TreeCache, taps: Sequence[int], last: Tensor, tree: DraftTree, at: Any = None
     ) -> Scored:
-        """As `score`, of one pass, with logits at the places `at` alone, see `_forward`."""
-        n = tree.width + 1
-        offset = cache.room(n)
+        """As `score`, of one pass, with logits at the places `at` alone, see `forward`."""
         ids = torch.cat([last[:, None], tree.tokens], 1).clamp(0, self.vocab_size - 1)  # padding
-        mask = self.masks(cache.lengths, tree)
-        positions = tree.layout.positions + devices.send(cache.lengths, self.device)[:, None]
-        if offset + n > self.context_length:  # padding nodes of a tree cut by its size stick out
-            positions = positions.clamp(max=self.context_length - 1)
+        tokens = Tokens(ids, tree.layout.mask, tree.layout.positions)
+        return self._pass(cache, tokens, tuple(taps), at)
+
+    @torch.no_grad()
+    def read(self, cache: TreeCache, tokens: Tokens) -> Tensor:
+        """Return the last hidden states [B, n, D] of one pass over tokens behind the committed
+        ones, which do not count as committed either."""
+        return self._pass(cache, tokens, None)[0]
+
+    def _pass(
+        self, cache: TreeCache, tokens: Tokens, taps: Taps, at: Tensor | None = None
+    ) -> Scored:
+        """Return what one pass gives, see `forward`."""
+        n, every = tokens.ids.shape[1], tokens.depth.shape[1]
+        offset = cache.room(every) + every - n
+        ends = devices.send(cache.lengths, self.device)[:, None]
+        mask = self.masks(cache.lengths, ends, tokens.seen, tokens.depth)
+        positions = ends + tokens.depth[:, -n:]
         cache.open(0, cache.rows, offset, n)
-        return self._forward(ids, positions, mask, cache, taps, at)
+        return self.forward(tokens.ids, positions, mask, cache, taps, at)
 
-    def _inputs(
-        self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache
-    ) -> dict[str, Any]:
-        """Return what the model is called with."""
-        found = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
-        if self.takes_positions:
-            found["position_ids"] = positions
-        return {**found, "use_cache": True, "return_dict": True}
-
-    def _forward(
+    def forward(
         self,
         ids: Tensor,
         positions: Tensor,
         mask: Any,
         cache: TreeCache,
-        taps: Sequence[int],
-        places: Tensor | None,
+        taps: Taps,
+        places: Tensor | None = None,
     ) -> Scored:
         """Return logits of every token [B, T, V], or only at `places` [B, n] when given ([B, n,
-        V]), and hidden states [B, T, taps, D], None without taps."""
-        every = self._wants_all(taps)
+        V]), and hidden states [B, T, taps, D], None without taps. taps None: the last hidden states
+        [B, T, D] in place of logits."""
+        every = self._wants_all(taps or ())
         short = self.head.exact and (places is not None or (bool(taps) and not every))
-        every |= bool(taps) and not short
-        inputs, run = self._inputs(ids, positions, mask, cache), self.body if short else self._model
-        out = run(**inputs, output_hidden_states=every)
+        short |= taps is None
+        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+        if self.takes_positions:  # padding nodes of a tree cut by its size stick out of the context
+            inputs["position_ids"] = positions.clamp(max=self.context_length - 1)
+        run, every = self.body if short else self._model, every | (bool(taps) and not short)
+        out = run(**inputs, use_cache=True, return_dict=True, output_hidden_states=every)
         found = out.last_hidden_state if short else out.logits
         if places is not None:
             found = found[torch.arange(len(ids), device=self.device)[:, None], places]
-        return self.unembed(found) if short else found, self._taps(out, taps) if taps else None
-
-    @torch.no_grad()
-    def read(self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
-        """Last hidden states [B, T, D] of a pass over ids [B, T], whose place in the cache was
-        opened."""
-        out = self.body(**self._inputs(ids, positions, mask, cache))
-        return out.last_hidden_state  # type: ignore[no-any-return]
+        if short and taps is not None:
+            found = self.unembed(found)
+        return found, self._taps(out, taps) if taps else None
 
     @functools.cached_property
     def masks(self) -> TreeMasks:

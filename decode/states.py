@@ -27,6 +27,7 @@ from outrider.decode.cache import TreeCache
 from outrider.decode.tree import DraftTree
 
 State = dict[tuple[str, int, int], Tensor]  # of (kind, layer, number in it): [rows, ..]
+Taps = Sequence[int] | None  # None: the last hidden states in place of logits
 Scored = tuple[Tensor, Tensor | None]  # logits [R, n, V], hidden states [R, n, taps, D]
 # A pass over a token of each row and a chain behind it; third: where its logits are wanted [R, n].
 Run = Callable[..., Scored]

@@ -16,8 +16,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from outrider.decode import devices
+from outrider.decode import devices, graphs
 from outrider.decode.cache import TreeCache
+from outrider.decode.graphs import Graphs, fixed_pass
 from outrider.decode.models import packed
 from outrider.decode.probe import (
     TOLERANCE,
@@ -27,7 +28,8 @@ from outrider.decode.probe import (
     probe_layers,
     probe_target,
 )
-from outrider.decode.scorer import LMHead, Probe, Scorer
+from outrider.decode.scorer import LMHead, Probe, Scorer, Tokens
+from outrider.decode.states import Scored, Taps
 
 
 class Target(Scorer):
@@ -37,36 +39,45 @@ class Target(Scorer):
     sharded: its layers are spread over processes, which must all run it at the same time.
     relatives: heads of other weights with the same tokenizer may draft for it. packs_weights:
     whether its weights may be packed; packing: what was done to it, one object of all copies.
+    captures: whether passes may be captured as CUDA graphs (decode/graphs.py).
     """
 
     packs_weights = True
+    captures = False
 
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
         super().__init__(model, tokenizer)
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
         self.sharded = self.relatives = False
         self.packing = packed.Packing()
+        self.graphs = Graphs()
         self._loaded_attention = model.config._attn_implementation
 
     @property
     def model(self) -> Any:
         """The transformers model with the layers that it was loaded with. Whoever decodes next
         packs them again."""
-        self.packing.undo()
+        self._undo()
         return self._model
+
+    def _undo(self) -> None:
+        """Take back what was done for decoding."""
+        self.packing.undo()
+        self.graphs.clear()
 
     @contextlib.contextmanager
     def as_loaded(self) -> Iterator[Any]:
         """The model with the attention it was loaded with, for references that must not share
         our code: the probe exchanges it for one that does not copy K/V for trees.
         """
+        self.packing.undo()
         used = self._model.config._attn_implementation
         if used == self._loaded_attention:
-            yield self.model
+            yield self._model
             return
         self._model.set_attn_implementation(self._loaded_attention)
         try:
-            yield self.model
+            yield self._model
         finally:
             self._model.set_attn_implementation(used)
 
@@ -101,14 +112,42 @@ class Target(Scorer):
         return out.logits  # type: ignore[no-any-return]
 
     def new_cache(self, max_rows: int, max_len: int, max_nodes: int) -> TreeCache:
-        """As of Scorer; decoding begins here, so weights are packed."""
-        cache = super().new_cache(max_rows, max_len, max_nodes)
+        """As of Scorer; decoding begins here, so weights are packed and passes captured. What was
+        released is lent again, and may have more room."""
+        kept = self.graphs.lend(max_rows, max_len, max_nodes) if self.capturing else None
+        if kept is not None:
+            return kept
+        with torch.inference_mode(False):  # graphs write to it in any mode
+            cache = super().new_cache(max_rows, max_len, max_nodes)
+        if self.capturing and self.takes_positions and type(cache) is TreeCache:
+            self.graphs.keep(cache)
         self.pack_weights()
         return cache
 
+    def release(self, cache: TreeCache) -> None:
+        """Take back a cache that nobody uses any more."""
+        self.graphs.release(cache)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether passes are captured: on a GPU, in half precision, where another order of sums is
+        within what the dtype rounds anyhow."""
+        here = self.captures and graphs.takes(self.dtype, self.device)
+        return here and not (self.sharded or self.graphs.refused)
+
+    def _pass(
+        self, cache: TreeCache, tokens: Tokens, taps: Taps, at: Tensor | None = None
+    ) -> Scored:
+        """As of Scorer, by a graph where there is one."""
+        plain = functools.partial(super()._pass, cache, tokens, taps, at)
+        if cache is not self.graphs.cache or tokens.depth.shape[1] > cache.max_nodes + 1:
+            return plain()
+        return fixed_pass(self.graphs, self, cache, tokens, taps, plain)
+
     def assuming(self, probe: Probe) -> Self:
         other = super().assuming(probe)
-        other.packs_weights = False
+        other.packs_weights = other.captures = False
+        other.graphs = Graphs()
         return other
 
     def probe(self) -> Probe:
@@ -142,7 +181,7 @@ class Target(Scorer):
             torch._assert_async(~wrong, message)
         elif bool(wrong):
             raise ValueError(f"{message}; pad on the right")
-        self.packing.undo()
+        self._undo()
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
         with torch.no_grad():
             if self.takes_positions:

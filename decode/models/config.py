@@ -55,6 +55,9 @@ class TargetConfig:
     # auto: on a CPU with instructions for bfloat16, such weights of plain linear layers lie in
     # oneDNN's own order while decoding, the same numbers sooner; none: as they were loaded
     pack: Literal["auto", "none"] = "auto"
+    # auto: on a GPU in bfloat16 or float16, passes of decoding are captured as CUDA graphs; none:
+    # Python launches their kernels one by one
+    graph: Literal["auto", "none"] = "auto"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"
     # tiny: number of layers

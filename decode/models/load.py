@@ -102,6 +102,7 @@ def load_target(
     model = model if cfg.quantize != quantize.NONE or shards else model.to(place)
     target = Target(model, tokenizer, identity=identity)
     target.relatives, target.packs_weights = cfg.allow_other, cfg.pack == "auto"
+    target.captures = cfg.graph == "auto"
     return target
 
 

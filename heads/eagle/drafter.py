@@ -10,17 +10,21 @@ Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.decode import attention
+from outrider.decode.graphs import SHORTEST, fixed_size
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.target import Target
 from outrider.heads.eagle.net import Eagle3Net, EagleNet
 from outrider.heads.layers.drafter import LayeredDrafter
 from outrider.heads.layers.head import LayeredHead
 
+Pair = tuple[Tensor, Tensor]
 PIECE = 512  # tokens of a prompt that are read at once where a window is narrower
 
 
@@ -81,26 +85,50 @@ class EagleDrafter(LayeredDrafter):
     def level(self, nodes: Nodes) -> Tensor:
         """Read every token beside the state that it follows."""
         above = nodes.of_parents(self.state)
-        self.state = self._extend(nodes.tokens, above, nodes.seen, nodes.level)
-        return self.logits(self.state)
+        self.state, logits = self._extend(nodes.tokens, above, nodes.seen, nodes.level)
+        return logits
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
         return F.linear(self.net.read(state), self.proj)
 
-    def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
+    def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Pair:
         """Read drafted tokens [B, W] of one level that follow the states `above` [B, W, D]:
-        their states [B, W, D]."""
-        start, new = self.drafted, tokens.shape[1]
+        their states [B, W, D], and logits."""
+        start, new, cache, graphs = self.drafted, tokens.shape[1], self.cache, self.graphs
         self.drafted += new
-        at = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)
+        aimed = slice(0, len(self.lengths)), list(self.lengths), start, new, graphs is None
+        places = at = cache.aim(*aimed)
         mask = None
         if seen is not None:
-            at = (self.cache.ends + (level - 1)).expand(-1, new)
-            mask = self._tree_mask(seen, self.cache.ends, level)
-        elif self.cache.masked(at):
-            mask = self.cache.back(at)[:, None]
-        return self._pass(self.embed(tokens), self.net.feed(above), at, mask)
+            at = (cache.ends + (level - 1)).expand(-1, new)
+            mask = self._tree_mask(seen, cache.ends, level)
+        elif graphs is not None or cache.masked(at):
+            mask = cache.back(at)[:, None]
+        if graphs is None or mask is None:
+            return self._level(tokens, above, at, mask)
+
+        def way(tokens: Tensor, above: Tensor, at: Tensor, places: Tensor, mask: Tensor) -> Pair:
+            cache.hold(places, mask.shape[2])
+            return self._level(tokens, above, at, mask[:, None])
+
+        def plain() -> Pair:
+            cache.aim(*aimed)
+            return self._level(tokens, above, at, mask)
+
+        given = [
+            t.expand(len(tokens), *t.shape[1:]) for t in (tokens, above, at, places, mask[:, 0])
+        ]
+        most, slots = cache.keys.shape[1], cache.keys.shape[3]
+        rows, size = fixed_size(len(tokens), 1, most), fixed_size(cache.reach, SHORTEST, slots)
+        sizes = [(rows, *t.shape[1:]) for t in given[:-1]] + [(rows, new, size)]
+        found: Any = graphs.run(cache, given, sizes, way, plain)
+        return found
+
+    def _level(self, tokens: Tensor, above: Tensor, at: Tensor, mask: Tensor | None) -> Pair:
+        """Return states [B, W, D] and logits of one pass at the positions `at` [B or 1, W]."""
+        state = self._pass(self.embed(tokens), self.net.feed(above), at, mask)
+        return state, self.logits(state)
 
     def _tree_mask(self, ancestors: Tensor, ends: Tensor, level: int) -> Tensor:
         """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own

@@ -45,11 +45,13 @@ class DraftCache:
         self.line = torch.arange(max(slots, rows) + 1, device=device)
         self.ends, self._ended = self.line[None, :1], [0]
 
-    def aim(self, rows: slice, lengths: list[int], ahead: int, new: int) -> Tensor:
-        """Return the next pass writes `new` entries per row of `rows` from slot length +
-        ahead on: returns [b or 1, new]."""
+    def aim(
+        self, rows: slice, lengths: list[int], ahead: int, new: int, near: bool = True
+    ) -> Tensor:
+        """Let the next pass write `new` entries per row of `rows` from slot length + ahead on:
+        returns [b or 1, new]. near: it looks at no slot before its window."""
         self.rows, self.reach, self.start = rows, max(lengths) + ahead + new, lengths[0] + ahead
-        self.low = max(0, min(lengths) + 1 - self.window) if self.window else 0
+        self.low = max(0, min(lengths) + 1 - self.window) if self.window and near else 0
         even = len(lengths) == 1 or min(lengths) == max(lengths)
         if even:
             self.slots = None
@@ -77,6 +79,12 @@ class DraftCache:
             out.append(buffer[self.rows, :, self.low : self.reach])
         return out[0], out[1]
 
+    def hold(self, place: Tensor, reach: int) -> None:
+        """Let the next pass write at slots `place` [b, new] of the first rows and look at the first
+        slots, `reach` of them; the device alone knows where rows end."""
+        self.rows, self.low, self.reach = slice(0, len(place)), 0, reach
+        self.slots = (self.line[: len(place), None], place)
+
     def back(self, places: Tensor) -> Tensor:
         """[.., w] positions of rows -> [.., w, reach - low] bool, the slots that each may look
         at where slots are positions."""
@@ -100,18 +108,26 @@ class DraftCache:
 
 class CachedNet:
     """A copy of draft layers in the target's dtype, and their cache: row b has `lengths[b]`
-    committed tokens in its first slots."""
+    committed tokens in its first slots. graphs: the target's, None where passes are not captured.
+    """
+
+    cache: Any = None
 
     def __init__(self, net: Any, target: Target) -> None:
         self.net = copy.deepcopy(net)
         self.net.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self.dtype, self.device = target.dtype, target.device
+        self.graphs = target.graphs if target.capturing else None
         self.lengths: list[int] = []
 
     def room(self, rows: int, slots: int) -> None:
-        """Forget everything; room for `rows` rows of `slots` tokens."""
-        self.cache = DraftCache(self.net, rows, slots, self.dtype, self.device)
-        self.rope = torch.stack(self.net.rope(slots, self.dtype, self.device), 1)
+        """Forget everything; room for `rows` rows of `slots` tokens, or more where passes are
+        captured in what there is."""
+        have = self.cache.keys.shape if self.cache and self.graphs else (0,) * 5
+        if rows > have[1] or slots > have[3]:
+            with torch.inference_mode(False):  # graphs write to it in any mode
+                self.cache = DraftCache(self.net, rows, slots, self.dtype, self.device)
+            self.rope = torch.stack(self.net.rope(slots, self.dtype, self.device), 1)
         self.lengths = []
 
     def append(self, count: int) -> None:
@@ -173,8 +189,7 @@ class LayeredDrafter(CachedNet, Drafting):
         raise TypeError("a subclass defines it")
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        """Append rows; what they hold comes with observe. Makes room where reset was given
-        less."""
+        """Append empty rows. Raises ValueError where `reset` made room for fewer."""
         have, need = len(self.lengths), len(self.lengths) + len(prompts)
         if need > self.h.shape[0]:
             raise ValueError(f"begin: {need} rows, but reset made room for {self.h.shape[0]}")

@@ -286,7 +286,7 @@ class SmallLM(Head):
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         form, own = self.form(target, draft), Target(self.plain(), self.tokenizer)
-        own.packs_weights = target.packs_weights
+        own.packs_weights, own.captures = target.packs_weights, target.captures
         name = f"{self.kind}@{form.shape}"
         return DraftModel(own, form, name, ids=self.chosen, vocab_size=target.vocab_size)
 

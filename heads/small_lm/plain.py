@@ -39,7 +39,7 @@ class PlainModel(Head):
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         """Draft with the model itself, not a copy."""
         form = self.form(target, draft)
-        self.draft.packs_weights = target.packs_weights
+        self.draft.packs_weights, self.draft.captures = target.packs_weights, target.captures
         return DraftModel(self.draft, form, self.cfg.path, vocab_size=target.vocab_size)
 
     def tree(self, nodes: int, depth: int) -> TreeShape:

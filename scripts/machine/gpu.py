@@ -31,8 +31,10 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.models.config import TargetConfig
 from outrider.decode.models.identity import Identity
 from outrider.decode.models.tiny import byte_tokenizer
+from outrider.decode.probe import difference
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
 from outrider.heads.block import head as block
 from outrider.heads.eagle import head as eagle
 from outrider.heads.names import DraftSpec
@@ -55,6 +57,7 @@ from outrider.train.signals import Stop
 WARM, PROFILED = 3, 2  # steps before the clock runs, and under the profiler
 SUPERVISED, ROW, SPREAD = 0.8, 800, 0.9  # share of a row; its tokens on average, log-normal
 PROMPT, ANSWER, DEPTH = 512, 64, 5  # tokens of a prompt and of its answer, levels of a draft
+TREES, COPIED = (0, 5, 15), 1 << 30  # nodes of the passes that are timed; bytes of a copy
 SHORT = 10.0  # microseconds of a launch
 EAGLE3 = ("head=eagle3", "head.steps=7", "head.draft_vocab=32000", "micro_tokens=16384")
 DFLASH = (
@@ -280,20 +283,37 @@ def _compiled(run: Run, steps: int, plain: float) -> dict[str, Any]:
 
 
 def _decoding(run: Run) -> dict[str, Any]:
-    """Return answers of one row: plain, and with a chain that random weights nearly never
-    have right, so that a cycle's cost is seen and no gain."""
+    """Return answers of one row, plain and with a chain that random weights nearly never have
+    right, so that a cycle's cost is seen and no gain; and passes over TREES nodes beside the time
+    that reading the weights takes. All by modules, and by CUDA graphs."""
     run.head.eval()
     target, draft = run.target, DraftSpec(shape="chain", depth=DEPTH)
-    asked = [Request(run.rows.ids[:PROMPT].tolist(), ANSWER)]
-    found: dict[str, Any] = {"prompt": PROMPT, "answer": ANSWER}
-    ways: dict[str, Drafter] = {"plain": NoDraft(), "drafted": run.head.drafter(target, draft)}
-    for name, drafter in ways.items():
-        once = partial(generate, target, drafter, asked, Sampling(), eos_ids=())
-        cycles, seconds = len(once().generations[0].cycles), _mean(once, 3)
-        found[f"{name}_tokens_per_second"] = ANSWER / seconds
-        found[f"{name}_ms_a_pass"] = 1000 * seconds / cycles
+    prompt = run.rows.ids[:PROMPT].long()
+    asked = [Request(prompt.tolist(), ANSWER)]
     weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    found["plain_bytes_read_per_second"] = weights / (found["plain_ms_a_pass"] / 1000)
+    copied = torch.empty(min(weights, COPIED), dtype=torch.uint8, device=run.device)
+    read = weights / 2 / copied.numel() * _mean(copied.clone, 5)  # a copy reads and writes
+    found: dict[str, Any] = {"prompt": PROMPT, "answer": ANSWER, "ms_to_read_weights": 1000 * read}
+    scored = {}
+    for kind, target.captures in (("modules", False), ("graphs", True)):
+        ways: dict[str, Drafter] = {"plain": NoDraft(), "drafted": run.head.drafter(target, draft)}
+        here = found[kind] = dict[str, Any]()
+        for name, drafter in ways.items():
+            once = partial(generate, target, drafter, asked, Sampling(), eos_ids=())
+            cycles, seconds = len(once().generations[0].cycles), _mean(once, 3)
+            here[f"{name}_tokens_per_second"] = ANSWER / seconds
+            here[f"{name}_ms_a_pass"] = 1000 * seconds / cycles
+        cache = target.new_cache(1, PROMPT + ANSWER, max(TREES))
+        last = prompt[-1:].to(run.device)
+        target.prefill(cache, [prompt[:-1].to(run.device)])
+        for nodes in TREES:
+            score = partial(target.score, cache, last, DraftTree.chain(last.expand(1, nodes)))
+            here[f"pass_of_{nodes}_ms"] = 1000 * _mean(score, 20)
+            scored[kind, nodes] = score().logits
+        target.release(cache)
+        here["captured"] = target.capturing
+    pairs = [(scored["modules", nodes], scored["graphs", nodes]) for nodes in TREES]
+    found["logits_differ_by"] = max(difference(b, a) for a, b in pairs)
     return found
 
 

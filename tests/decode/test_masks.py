@@ -46,7 +46,8 @@ def test_masks_equal_the_definition(reach: Reach, static: bool) -> None:
             tree = DraftTree.static(shape, torch.zeros(len(lengths), len(shape), dtype=torch.int64))
             if not static:
                 tree = DraftTree(tree.tokens, tree.parents, tree.size)
-            made = masks(lengths, tree)
+            ends = torch.tensor(lengths)[:, None]
+            made = masks(lengths, ends, tree.layout.mask, tree.layout.positions)
             assert isinstance(made, dict)
             for kind, rule in (("full_attention", FULL), ("other", reach)):
                 wanted = written_out(lengths, tree, rule)
@@ -68,7 +69,9 @@ def test_masks_of_drafted_tokens_equal_the_definition(reach: Reach) -> None:
         for level in sorted(set(deep)):
             new = deep.count(level)
             read = sum(d <= level for d in deep)
-            made = masks.drafted([end + 1], seen[:, read - new : read, :read], deep[:read], new)
+            depth = torch.tensor([deep[:read]]) - 1
+            some = seen[:, read - new : read, :read]
+            made = masks([end + 1], torch.tensor([[end + 1]]), some, depth)
             requested = wanted[:, read - new : read, : end + 1 + read]
             found = torch.ones_like(requested) if made is None else (made == 0)[:, 0]
             assert torch.equal(found, requested), (end, level)

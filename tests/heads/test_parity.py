@@ -120,8 +120,8 @@ def features_of_the_row_before(m: Patch) -> None:
 def own_keys_are_lost(m: Patch) -> None:
     old = DraftCache.aim
 
-    def aim(self: Any, rows: slice, lengths: list[int], ahead: int, new: int) -> Any:
-        return old(self, rows, lengths, 0 if new == 1 else ahead, new)
+    def aim(self: Any, rows: slice, lengths: list[int], ahead: int, new: int, *near: bool) -> Any:
+        return old(self, rows, lengths, 0 if new == 1 else ahead, new, *near)
 
     m.setattr(DraftCache, "aim", aim)
 

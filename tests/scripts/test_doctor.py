@@ -19,6 +19,7 @@ from outrider.scripts.machine.config import DoctorConfig
 from outrider.train.compiled import Compiled
 from outrider.train.dry_run.memory import model_of
 from tests.helpers.commands import code_of
+from tests.helpers.graphs import standing_in
 
 doctor = importlib.import_module("outrider.scripts.doctor")
 
@@ -93,6 +94,7 @@ def test_gpu_needs_one_and_says_so_in_a_line(capsys: pytest.CaptureFixture[str])
 def test_the_measurement_runs_on_a_cpu_in_small(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of the project's own and answers; predictions lie beside the figures, all time has a
     part, and compiled passes give the same loss."""
+    standing_in(monkeypatch)
     monkeypatch.setattr(gpu, "ROW", 40)
     passes = lambda head, target, _, say: Compiled(head, target, torch.device("cuda"), say, "eager")
     monkeypatch.setattr(gpu, "Compiled", passes)
@@ -109,7 +111,10 @@ def test_the_measurement_runs_on_a_cpu_in_small(head: str, monkeypatch: pytest.M
     assert 0.5 < sum(seen["ms_by_part"].values()) / seen["ms_a_step"] < 1.5
     assert found["compiled"]["loss_change"] < 1e-5 and not found["compiled"]["said"]
     told = found["decoding"]
-    assert told["plain_tokens_per_second"] > 0 and told["drafted_ms_a_pass"] > 0
+    for way, captured in (("modules", False), ("graphs", True)):
+        assert told[way]["plain_tokens_per_second"] > 0 and told[way]["drafted_ms_a_pass"] > 0
+        assert told[way]["captured"] == captured
+    assert told["logits_differ_by"] < 1e-4
 
 
 @pytest.mark.parametrize("name", gpu.SHAPES)
