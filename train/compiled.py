@@ -71,9 +71,7 @@ class Compiled:
         try:
             with self.used():
                 found = self._gradients(batch, target)
-        except Exception as error:  # of any compiler
-            if is_no_memory(error):
-                raise
+        except Exception as error:  # of any compiler, or no memory for a second set of gradients
             return self._plain(error)
         # Of all gradients together: in half precision a single small one is mostly rounding.
         sides = [(found[:1], plain[:1]), (found[1:], plain[1:])]
