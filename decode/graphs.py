@@ -109,11 +109,17 @@ class Graphs:
         self.cache, self.lent = cache, True
 
     def lend(self, max_rows: int, max_len: int, max_nodes: int) -> TreeCache | None:
-        """Return the cache that is kept, empty, where nobody uses it and it has so much room."""
+        """Return the cache that is kept, empty, where nobody uses it and it has so much room. Else
+        forget it, for there may not be room for the next one beside it."""
         cache = self.cache
-        if cache is None or self.lent or cache.max_rows < max_rows or cache.max_nodes < max_nodes:
-            return None
-        if cache.slots < max_len + max_nodes + 1:
+        if (
+            cache is None
+            or self.lent
+            or cache.max_rows < max_rows
+            or cache.max_nodes < max_nodes
+            or cache.slots < max_len + cache.max_nodes + 1  # a pass is padded to all its nodes
+        ):
+            self.clear()
             return None
         cache.lengths, cache.finite, self.lent = [], False, True
         for buffer in cache.buffers:

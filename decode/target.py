@@ -120,6 +120,7 @@ class Target(Scorer):
         with torch.inference_mode(False):  # graphs write to it in any mode
             cache = super().new_cache(max_rows, max_len, max_nodes)
         if self.capturing and self.takes_positions and type(cache) is TreeCache:
+            _ = self.head  # asks the model, which would end the captures of the first answer
             self.graphs.keep(cache)
         self.pack_weights()
         return cache

@@ -3,6 +3,7 @@ and what is found must be what the plain way finds."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode import graphs
+from outrider.decode.cache import TreeCache
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
@@ -187,3 +189,26 @@ def test_two_engines_do_not_share_a_cache() -> None:
     assert first is not second
     one.release(second)
     assert one.new_cache(1, 10, 2) is second and one.new_cache(2, 10, 2) is not second
+
+
+@pytest.mark.usefixtures("never_refused")
+def test_a_first_answer_is_captured_and_a_longer_one_with_fewer_nodes_is_right() -> None:
+    answers = []
+    for captures in (True, False):
+        one = target(captures=captures)
+        for drafter, tokens in ((NGram(4, 30), 20), (NoDraft(), 45)):
+            run = generate(one, drafter, [Request([5, 6, 7] * 3, tokens)], Sampling(), eos_ids=())
+            answers.append([(g.token_ids, g.cycles) for g in run.generations])
+            assert any(one.graphs._known.values()) == captures
+    assert answers[:2] == answers[2:]
+
+
+def test_a_cache_that_is_too_small_goes_before_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = target()
+    small = weakref.ref(one.new_cache(1, 10, 2))
+    one.graphs.lent, make, seen = False, TreeCache.__init__, list[TreeCache | None]()
+    monkeypatch.setattr(TreeCache, "__init__", lambda *a: seen.append(small()) or make(*a))
+    one.new_cache(1, 20, 2)
+    assert seen == [None]
