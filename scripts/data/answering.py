@@ -196,7 +196,7 @@ class Answering:
         if not (counted := self.tokens_alike.total()):
             return
         alike = self.tokens_alike[True] / counted
-        say(f"{alike:.1%} of the answers have the model's tokens when the target's tokenizer reads")
+        say(f"{alike:.1%} of the answers keep the model's tokens in the target's tokenizer")
         if alike < UNLIKE and self.cfg.backend == "openai":
             say(
                 "warning: so few mean that the server's model has another tokenizer than target, "

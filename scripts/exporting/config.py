@@ -54,9 +54,10 @@ class ExportConfig(TargetKeys):
         """Return problems as "key: value; rule; fix"."""
         if self.dtype == "q8_0" and self.format != "gguf":
             return ["dtype: q8_0 is for format=gguf; leave it out"]
-        if bool(self.tokenizer_from) != (self.format == "gguf"):
-            fix = "leave it out" if self.tokenizer_from else "give the target's GGUF file"
-            return [f"tokenizer_from: {self.tokenizer_from!r}; is for format=gguf; {fix}"]
+        if self.format == "gguf" and not self.tokenizer_from:
+            return ["tokenizer_from: is required with format=gguf; give the target's GGUF file"]
+        if self.format != "gguf" and self.tokenizer_from:
+            return ["tokenizer_from: is for format=gguf; leave it out"]
         return []
 
 
