@@ -158,6 +158,14 @@ def test_what_fails_or_finds_something_else_goes_the_plain_way(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("never_refused")
+def test_a_graph_may_find_the_infinities_of_the_plain_way() -> None:
+    found, inf, nan = Graphs(), float("inf"), float("nan")
+    for x in torch.tensor([[[1.0, 2, nan]], [[3, 4, -inf]], [[nan, nan, nan]], [[inf, 5, 6]]]):
+        made = found.run("one", [x], [(1, 3)], lambda x: (x + 1,), lambda x=x: (x + 1,))[0]  # type: ignore[misc]
+        assert made is not None and torch.equal(made.nan_to_num(), (x + 1).nan_to_num())
+
+
 def test_a_graph_reads_what_it_is_given_and_zeros_behind_it() -> None:
     found, seen = Graphs(), list[list[list[float]]]()
 
