@@ -76,7 +76,9 @@ class Compiled:
         # Of all gradients together: in half precision a single small one is mostly rounding.
         sides = [(found[:1], plain[:1]), (found[1:], plain[1:])]
         apart = max(
-            float(_norm([a - b for a, b in zip(*side, strict=True)]) / _norm(side[1]))
+            float(
+                _norm([a - b for a, b in zip(*side, strict=True)]) / _norm(side[1]).clamp(min=1e-30)
+            )
             for side in sides
         )
         if self._on and not apart <= TOLERANCE[target.dtype]:
@@ -115,7 +117,7 @@ class Compiled:
 
 
 def _norm(parts: list[Tensor]) -> Tensor:
-    return torch.nn.utils.get_total_norm(parts).clamp(min=1e-30)
+    return torch.nn.utils.get_total_norm(parts)
 
 
 def layers_of(target: Target | None) -> list[nn.Module]:

@@ -4,6 +4,7 @@ after any failure."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -106,6 +107,13 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(kind: str, backend: Any, 
     plain, after = (gradients(head, target, 20, way) for way in ways)
     assert all(map(torch.equal, plain, after)) and len(said) == 1
     assert pieces.normed.__module__ == pieces.__name__
+
+
+def test_a_first_batch_without_supervised_tokens_changes_nothing() -> None:
+    head, target, found, said = made("medusa", "eager")
+    batch = random_batch(2, 20)
+    found.check(dataclasses.replace(batch, loss_mask=batch.loss_mask & False), target)
+    assert not said and found._on
 
 
 def test_a_later_failure_is_the_plain_way_and_no_memory_is_not() -> None:
