@@ -73,6 +73,8 @@ class Compiled:
                 found = self._gradients(batch, target)
         except Exception as error:  # of any compiler, or no memory for a second set of gradients
             return self._plain(error)
+        if len(found) != len(plain):
+            return self._plain("weights have no gradient")
         # Of all gradients together: in half precision a single small one is mostly rounding.
         sides = [(found[:1], plain[:1]), (found[1:], plain[1:])]
         apart = max(
