@@ -34,7 +34,8 @@ class Memo:
         if known == stamp:
             self.kept = kept
         elif kept:
-            apart = ", ".join(n for n in {**known, **stamp} if known.get(n) != stamp.get(n))
+            names = sorted({*known, *stamp})
+            apart = ", ".join(n for n in names if known.get(n) != stamp.get(n))
             print(f"note: {path} was made with another {apart}; all is made anew", file=sys.stderr)
         files.write_jsonl(path, [stamp, *self.kept])
         self.resumed = bool(self.kept)
